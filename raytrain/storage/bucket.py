@@ -175,6 +175,7 @@ class BucketStore(Store):
     # Writing and deleting, by anybody or by the owner alone.
 
     def put(self, path: str, data: bytes) -> None:
+        # Without an owner, anybody may replace the object. A large object of an owner has a name of its own.
         if self.guard is None or len(data) > _DOCUMENT_BYTES:
             self._upload(path, data, multipart=len(data) > _PART_BYTES)
             return
@@ -195,6 +196,11 @@ class BucketStore(Store):
         self._upload(path, file, multipart=True)
 
     def _upload(self, path: str, content: bytes | Path, multipart: bool) -> None:
+        """Write or replace an object, whoever has written it; with ``multipart``, several parts are sent at a time.
+
+        If the store has a guard, the owner is checked before each attempt.
+        """
+
         def request(client: ObjectStore) -> None:
             self._check_owner(client)
             try:
@@ -219,6 +225,7 @@ class BucketStore(Store):
             raise ObjectChanged(f"{self.url}/{path}")
 
     def has_conditional_puts(self) -> bool:
+        # A server with conditional writes refuses to create an object that exists.
         name = f".condition-check-{uuid.uuid4().hex}"
         self.put(name, b"")
         try:

@@ -100,8 +100,9 @@ def check_url(url: str) -> None:
 
     The sentence shows it only if it cannot contain credentials.
     """
-    scheme, _, rest = url.partition("://")
-    bucket = rest.partition("/")[0]
+    scheme, _, bucket_and_prefix = url.partition("://")
+    bucket = bucket_and_prefix.partition("/")[0]
+    # A user name, a password or a key may stand before an @, after a ?, or in the place of the bucket.
     if "?" in url or "@" in bucket or (scheme.lower() in _FORMS and not re.fullmatch(r"[\w.-]*", bucket)):
         raise UsageError(
             "A URL must not contain credentials, a port or a query; write s3://bucket/prefix and set AWS_ACCESS_KEY_ID "
@@ -114,9 +115,9 @@ def check_url(url: str) -> None:
         raise UsageError(f"A URL must start with s3://, gs:// or az://; give {URL_FORMS}, or a folder.")
     if not bucket:
         raise UsageError(f"{url!r} has no bucket; write {form}.")
-    if "//" in rest:
+    if "//" in bucket_and_prefix:
         raise UsageError(f"{url!r} contains two consecutive slashes; write {form} with single slashes.")
-    if _NO_PREFIX.search(rest):
+    if _NO_PREFIX.search(bucket_and_prefix):
         raise UsageError(
             f"{url!r} has . or .. as the name of a folder, or a control character, which cannot be used; "
             f"write {form} without."

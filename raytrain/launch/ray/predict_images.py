@@ -28,11 +28,14 @@ def predict_images(request: PredictRequest, placement: Placement, *, scope_keys:
     What the actors print is printed here. With ``scope_keys``, they get keys that are only good for reading the images
     and the run. Raises RaytrainError if an actor is lost too often, and UsageError if STS issues no such keys.
     """
+    # Lend the actors credentials for both stores.
     images, run_store = request.images, request.run_store
     scope = Scope(reads=(f"{images.url}/", f"{run_store.url}/"), writes=()) if scope_keys else None
     with serving_credentials([images, run_store], scope) as (served, lender):
         images, run_store = images.with_lent_credentials(served), run_store.with_lent_credentials(served)
         request_ref = ray.put(replace(request, images=images, run_store=run_store))
+
+        # An actor asks Ray for the CPUs that compute, and for those of one data task.
         predictor: Any = ray.remote(_Predictor).options(
             num_cpus=round(placement.cpus + placement.task_cpus, 4),
             num_gpus=1 if placement.device == "cuda" else 0,

@@ -62,6 +62,7 @@ def check_command(config: TrainConfig, *, is_sweep: bool) -> None:
 
     Example: ``check_command(TrainConfig(data="s3://bucket/train", loop="my_loop.py:train"), is_sweep=False)``
     """
+    # Options that work on this machine, but not in a job.
     if config.address is not None:
         raise UsageError("--address is the job server's; give it before the --, and none after it.")
     if config.notify is not None and not config.notify.startswith("$"):
@@ -71,6 +72,8 @@ def check_command(config: TrainConfig, *, is_sweep: bool) -> None:
         )
     check_named(config)
     check_places(config)
+
+    # The user's functions, by the text of their files: what these import may be on the cluster alone.
     if config.loop is not None:
         check_module("--loop", config.loop)
     for option, name in own_functions(config):
@@ -78,6 +81,8 @@ def check_command(config: TrainConfig, *, is_sweep: bool) -> None:
         check_named_function(flag(option), name, is_loop=option == "loop", runs_here=False)
     if config.loop is not None or is_sweep:
         return
+
+    # What the built-in loop needs.
     config.check_learning_rate()
     config.check_metrics(measured_metrics(config, runs_here=False))
     if timm_name(config.model) is None:

@@ -278,6 +278,7 @@ class RayBatches:
         return manifest.keys[sample].as_py()
 
     def _batches(self, dataset: str, first_step: int) -> Iterator[LocalBatch]:
+        """Return the batches of a part from ``first_step`` on: from the cache if it is kept, else from a new stream."""
         partition = self._partitions[dataset]
         if dataset in self._caches:
             return batches_from_cache(partition, self._caches[dataset], first_step)

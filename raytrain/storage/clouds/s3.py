@@ -50,6 +50,7 @@ class S3(Cloud):
 
     @classmethod
     def configured(cls, url: str) -> S3:
+        # boto3 takes the endpoint from a variable or from the AWS configuration. The error names the one at fault.
         for variable in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"):
             if value := os.environ.get(variable):
                 check_endpoint(value, variable, _KEY_VARIABLES)

@@ -44,6 +44,7 @@ class DataFeed:
     """
 
     def __init__(self, config: ResolvedConfig, data: Dataset, first_step: int, object_store_bytes: int) -> None:
+        # Decide what is kept in the object store, and what on the disks of the machines.
         data = data.decoded_as(config)
         cache = choose_cache(config, data, first_step, object_store_bytes)
         self.orders: dict[str, CacheOrder] = {
@@ -117,11 +118,14 @@ class RaySharedImages(AbstractContextManager["RaySharedImages"]):
     """
 
     def __init__(self, prepared: PreparedRun, config: ResolvedConfig, placement: Placement, num_steps: int) -> None:
+        # Share the images if all of them fit into memory.
         data, object_store_bytes = prepared.data, cluster_hardware().object_store_bytes
         self.feed: DataFeed | None = None
         if keeps_shared(config, data, object_store_bytes):
             in_memory = dataclasses.replace(config, cache="memory")
             self.feed = DataFeed(in_memory, data, 0, object_store_bytes)
+
+        # Start the coordinator, to which unreadable images are reported, and read.
         self._needs_coordinator = partial(needs_coordinator, prepared, coordinated="its trials", command="sweep")
         with self._needs_coordinator(), ExitStack() as opened:
             self.coordinator, credentials, self._lender = open_coordinator(

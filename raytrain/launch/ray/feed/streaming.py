@@ -82,6 +82,7 @@ def stream_blocks(
     feeder = feeders[feeder_of(stream, partition.rank, len(feeders))]
 
     def take_blocks() -> Iterator[Block]:
+        """Yield the blocks as the feeder hands them out, until the caller stops."""
         try:
             # The first worker of a feeder that asks opens the stream, unless the driver did while the workers started.
             ray.get(feeder.read_stream.remote(stream, images, partition.plan, partition.loads))
