@@ -18,7 +18,6 @@ from raytrain.config.values import (
     Fraction,
     NonNegativeFloat,
     NonNegativeInt,
-    PositiveFloat,
     PositiveInt,
     option_field,
     section,
@@ -74,7 +73,7 @@ class DataOptions:
     """memory keeps decoded images; disk keeps a bucket's files on each machine; auto: what fits; none: neither."""
     cache_folder: str | None = option_field(default=None, converter=OPTIONAL_LOCATION)
     """Where --cache disk keeps files on each machine; by default raytrain-cache-UID in the temporary folder."""
-    cache_limit_gb: PositiveFloat | None = None
+    cache_limit_gb: Annotated[float, Interval(gt=0, le=1e9)] | None = None
     """Most of the disk that --cache disk takes on each machine; by default half of what is free there."""
     prefetch: PositiveInt = 2
     """Batches that each worker prepares ahead of the loop."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal
@@ -64,7 +65,9 @@ def is_fraction(metric: str) -> bool:
 
 def check_evaluation(options: EvaluationOptions) -> None:
     """Raise UsageError if ``until`` or a metric is malformed, or evaluations are needed that never happen."""
-    if options.until is not None and not re.fullmatch(r"\w+=[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", options.until):
+    form = r"\w+=([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)"
+    target = None if options.until is None else re.fullmatch(form, options.until)
+    if options.until is not None and (target is None or not math.isfinite(float(target[1]))):
         raise UsageError(f"--until is {options.until!r}; give a metric and a number, such as accuracy=0.95.")
     for name in options.metrics:
         if not (_NAMED.fullmatch(name) or re.fullmatch(r"torchmetrics:[A-Za-z]\w*(\(.*\))?", name)):

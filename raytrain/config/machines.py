@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,7 +42,8 @@ class Prices:
         matched = [re.fullmatch(r"(?:([^=]+)=)?\$?(\d*\.?\d+(?:e[-+]?\d+)?)", text) for text in texts]
         parts = [(match[1], float(match[2])) for match in matched if match]
         of_gpus = tuple((gpu, price) for gpu, price in parts if gpu)
-        if len(parts) < len(texts) or (len(of_gpus) < len(parts) and len(parts) > 1):
+        are_finite = all(math.isfinite(price) for _, price in parts)
+        if not are_finite or len(parts) < len(texts) or (len(of_gpus) < len(parts) and len(parts) > 1):
             raise UsageError(
                 f"--price is {' '.join(texts)!r}; give dollars per machine and hour, such as 3.06, or one price per "
                 "hour for each type of GPU, such as A100=1.8 L4=0.7."
@@ -136,6 +138,8 @@ def check_machines(options: MachineOptions) -> None:
         )
     if options.worker_load is not None and sum(options.worker_load) <= 0:
         raise UsageError(f"--worker-load is {options.worker_load}; at least one number must be above 0.")
+    if options.worker_load is not None and not math.isfinite(sum(options.worker_load)):
+        raise UsageError(f"--worker-load is {options.worker_load}, whose sum is infinite; give smaller numbers.")
 
     if options.price:
         Prices.parse(options.price)

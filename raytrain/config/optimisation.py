@@ -51,10 +51,11 @@ class Schedule(NamedTuple):
         """
         if text in SHAPES:
             return cls(text)
-        if parts := re.fullmatch(rf"piecewise:({_NUMBER})/([1-9]\d*)ep", text):
+        parts = re.fullmatch(rf"piecewise:({_NUMBER})/([1-9]\d*)ep", text)
+        if parts and math.isfinite(float(parts[1])):
             return cls("piecewise", float(parts[1]), int(parts[2]))
         parts = re.fullmatch(rf"rising:({_NUMBER})\.\.({_NUMBER})", text)
-        if parts and 0 < float(parts[1]) < float(parts[2]):
+        if parts and 0 < float(parts[1]) < float(parts[2]) < math.inf:
             return cls("rising", rates=(float(parts[1]), float(parts[2])))
         raise UsageError(
             f"--schedule is {text!r}{did_you_mean(text, SHAPES)}; give constant, cosine, linear, or "
@@ -189,10 +190,9 @@ def check_optimisation(options: OptimisationOptions) -> None:
     if isinstance(options.batch_size, str) and not re.fullmatch(r"[1-9]\d*" + _PER_WORKER, options.batch_size):
         raise UsageError(f"--batch-size is {options.batch_size!r}; give a number of images, such as 128 or 32/worker.")
     rate = options.learning_rate
-    if isinstance(rate, str) and not re.fullmatch(_NUMBER + _PER_WORKER, rate):
+    per_worker = re.fullmatch(f"({_NUMBER}){_PER_WORKER}", rate) if isinstance(rate, str) else None
+    if isinstance(rate, str) and (per_worker is None or not math.isfinite(float(per_worker[1]))):
         raise UsageError(f"--learning-rate is {rate!r}; give a number of at least 0, such as 0.1 or 0.05/worker.")
-    if rate == math.inf:
-        raise UsageError("--learning-rate is inf; give a finite number, such as 0.1.")
 
     # How long the network learns, and how the learning rate changes meanwhile.
     Schedule.parse(options.schedule)

@@ -167,13 +167,13 @@ def matches(value: object, hint: Any) -> bool:
 
 
 def check_limits(config: object) -> None:
-    """Raise UsageError if a number in ``config`` is outside the limits in the annotations of its class."""
+    """Raise UsageError if a number in ``config`` is infinite, or outside the limits in the annotations of its class."""
     for name in _bounds(type(config)):
         check_limit(type(config), name, getattr(config, name))
 
 
 def check_limit(options: type, name: str, value: object) -> None:
-    """Raise UsageError if a number in the ``value`` of an option is outside the limits in its annotation.
+    """Raise UsageError if a number in the ``value`` of an option is infinite, or outside the limits in its annotation.
 
     Example: ``check_limit(TrainConfig, "epochs", 0)`` raises it.
     """
@@ -184,6 +184,20 @@ def check_limit(options: type, name: str, value: object) -> None:
         allowed = " and ".join(f"{words} {limit}" for _, words, limit in bounds)
         subject = "each number" if isinstance(value, tuple) else "it"
         raise UsageError(f"{flag(name)} is {value}; {subject} must be {allowed}.")
+    if not all(map(is_finite, numbers)):
+        shown = ", ".join(map(str, numbers))[:_MAX_SHOWN]
+        raise UsageError(f"{flag(name)} is {shown}; give a finite number.")
+
+
+def is_finite(number: float) -> bool:
+    """Return True if ``number`` is neither NaN nor infinite, and no whole number above the largest float.
+
+    Example: ``not is_finite(float("1e400"))``
+    """
+    try:
+        return math.isfinite(number)
+    except OverflowError:
+        return False
 
 
 def seconds(text: str) -> float | None:
@@ -192,7 +206,8 @@ def seconds(text: str) -> float | None:
     Example: ``seconds("1.5m") == 90``
     """
     parts = re.fullmatch(r"(\d*\.?\d+)([smhd])", text)
-    return float(parts[1]) * _SECONDS[parts[2]] if parts and math.isfinite(float(parts[1])) else None
+    duration_s = float(parts[1]) * _SECONDS[parts[2]] if parts else math.inf
+    return duration_s if math.isfinite(duration_s) else None
 
 
 def _plain(value: Any) -> Any:

@@ -119,6 +119,8 @@ def pack(
             f"--shorter-side is {shorter_side} and --quality {quality}; the first must be at least 1, the second 1 to "
             "100."
         )
+    if not 0 <= max_bad_fraction <= 1:
+        raise UsageError(f"--max-bad-fraction is {max_bad_fraction:g}; it must be at least 0 and at most 1.")
     if label_pattern is not None:
         check_label_pattern(label_pattern)
     if label_pattern is not None and labels is not None:

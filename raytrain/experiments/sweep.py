@@ -9,6 +9,7 @@ cross-validation train in the same way, because each trains on other images.
 from __future__ import annotations
 
 import dataclasses
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -87,9 +88,9 @@ def sweep(
             "are measured to their end; omit --pruner."
         )
     metric = Compared(config.best_metric, is_lower_better(config.best_metric, config))
-    is_in_range = target is not None and target > 0 and (target <= 1 or not metric.is_fraction)
-    if target is not None and not (planned.varies_workers and is_in_range):
-        limit = "above 0 and at most 1" if metric.is_fraction else "above 0"
+    highest = 1.0 if metric.is_fraction else sys.float_info.max
+    if target is not None and not (planned.varies_workers and 0 < target <= highest):
+        limit = "above 0 and at most 1" if metric.is_fraction else "above 0 and finite"
         raise UsageError(
             f"--target is {target:g}; it is a value of {metric.name}, {limit}, and is for a sweep that varies workers, "
             "such as --vary workers=1,2,4."

@@ -21,7 +21,8 @@ from raytrain.config.checkpoints import Intervals
 from raytrain.config.optimisation import Schedule
 from raytrain.config.option_marks import Mark
 from raytrain.config.options import options_by_call, options_with
-from raytrain.errors import UsageError
+from raytrain.config.values import hints_of
+from raytrain.errors import UsageError, flag
 
 
 def config(**given: Any) -> TrainConfig:
@@ -226,6 +227,32 @@ def test_a_value_of_another_type_is_refused(given: dict[str, Any], sentence: str
     with pytest.raises(UsageError) as refused:
         config(**given)
     assert sentence in str(refused.value)
+
+
+@pytest.mark.parametrize("option", [name for name, hint in hints_of(TrainConfig).items() if "float" in str(hint)])
+@pytest.mark.parametrize("number", [float("inf"), float("-inf"), float("nan"), pytest.param(10**400, id="huge")])
+def test_a_number_that_is_not_finite_is_refused(option: str, number: float) -> None:
+    given = (number,) * 3 if option in ("mean", "std", "worker_load") else number
+    with pytest.raises(UsageError, match=f"^{flag(option)} is .*\\.$"):
+        config(**{option: given})
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"learning_rate": "1e400/worker"},
+        {"schedule": "piecewise:1e400/3ep"},
+        {"schedule": "rising:1e-6..1e400"},
+        {"until": "loss=1e400"},
+        {"price": "1e400"},
+        {"max_time": f"{'9' * 308}d"},
+        {"worker_load": (1e308, 1e308)},
+        {"cache_limit_gb": 1e300},
+    ],
+)
+def test_a_text_with_a_number_that_is_not_finite_is_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=f"^{flag(next(iter(given)))} is .*\\.$"):
+        config(**given)
 
 
 def test_each_option_is_in_one_section() -> None:

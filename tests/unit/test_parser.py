@@ -244,7 +244,7 @@ def test_options_may_come_before_the_command(stored: TrainConfig) -> None:
             "--data photos train",
             "--data is an option of a command, which comes first, as in `raytrain train --data …`.",
         ),
-        ("train --data x --learning-rate inf", "--learning-rate is inf; give a finite number, such as 0.1."),
+        ("train --data x --learning-rate inf", "--learning-rate is inf; give a finite number."),
         ("stop first again", "There is one argument too many: 'again'."),
         ("find-rate cifar10", "`raytrain find-rate` needs --rates; see `raytrain find-rate --help`."),
     ],

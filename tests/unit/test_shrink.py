@@ -103,3 +103,9 @@ def test_look_says_how_images_were_shrunk(
 def test_an_impossible_shrinking_is_refused(wrong: tuple[int, int], photographs: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"--shorter-side is .* and --quality"):
         packed_into(photographs, tmp_path / "packed", *wrong)
+
+
+@pytest.mark.parametrize("fraction", [-1, 1.5, float("nan"), float("inf")])
+def test_an_impossible_fraction_of_bad_rows_is_refused(fraction: float, photographs: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"--max-bad-fraction is .*; it must be at least 0"):
+        pack(photographs, tmp_path / "packed", max_bad_fraction=fraction)

@@ -177,6 +177,11 @@ def test_a_trial_that_was_finished_elsewhere_needs_no_room_here(
         ("workers=auto", {}, "'auto' is not a whole number"),
         ("workers=1,2", {"workers": 2}, "omit --workers and --worker-load"),
         ("workers=1,2", {"target": 95}, "--target is 95; it is a value of accuracy, above 0 and at most 1"),
+        (
+            "workers=1,2",
+            {"target": float("inf"), "best": "loss"},
+            "--target is inf; it is a value of loss, above 0 and f",
+        ),
         ("seed=1,2", {"target": 0.5}, "--target is 0.5; .*such as --vary workers=1,2,4"),
     ],
 )
