@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, get_args, get_type_hints
 
-from tyro.conf import UseAppendAction
+from tyro.conf import Positional, UseAppendAction
 
 from raytrain.config import TrainConfig
 from raytrain.config.option_marks import Mark, Synonym
@@ -45,9 +45,11 @@ def _switches_with_words() -> set[str]:
 def join_repeated(argv: Sequence[str], command: Callable[..., Any]) -> list[str]:
     """Return ``--tag a --tag b`` as ``--tag a b``, for all options of several values; tyro would drop ``a``.
 
+    Names that follow an option's value, as in ``rm first --yes second``, join those before it; tyro would refuse them.
+
     Raises UsageError if an option of one value is given twice; tyro would drop the first one.
     """
-    single, several, appending = _flags_by_number(command)
+    single, several, appending, switches = _flags_by_number(command)
     groups: list[list[str]] = [[]]  # a flag with its values, in each but the first
     group, group_of = groups[0], dict[str, list[str]]()
     for number, word in enumerate(argv):
@@ -82,15 +84,25 @@ def join_repeated(argv: Sequence[str], command: Callable[..., Any]) -> list[str]
                 first = group = [single[typed]]
             what = f"{' '.join(first)} and {' '.join(group)} are both given"
             raise UsageError(f"{what if first != group else f'{first[0]} is given twice'}; leave one of them out.")
+
+    # An option of one value has no other ones, and a switch has none. In a command that takes a list of names, what
+    # follows these is a name.
+    if _takes_names(command) and "--" not in argv:
+        for group in groups[1:]:
+            typed, equals, _ = group[0].partition("=")
+            if (option := single.get(typed.replace("_", "-"))) is not None:
+                num_words = 1 if equals or option in switches else 2
+                groups[0] += group[num_words:]
+                del group[num_words:]
     return [word for group in groups for word in group]
 
 
 @functools.cache
-def _flags_by_number(command: Callable[..., Any]) -> tuple[dict[str, str], set[str], set[str]]:
+def _flags_by_number(command: Callable[..., Any]) -> tuple[dict[str, str], set[str], set[str], set[str]]:
     """Return the flags of a command by the number of their values.
 
-    Those of one value are a dict from each of their spellings to the flag. Those of several values and those that may
-    be repeated (``UseAppendAction``) are sets.
+    Those of one value are a dict from each of their spellings to the flag. Those of several values, those that may be
+    repeated (``UseAppendAction``), and those of the first that take no value are sets.
     """
     hints: dict[str, Any] = {"json": bool, "debug": bool}
     for name, hint in hints_of_command(command).items():
@@ -100,7 +112,7 @@ def _flags_by_number(command: Callable[..., Any]) -> tuple[dict[str, str], set[s
         hints[name] = str if section is TrainConfig else hint  # `config` is also the flag --config FILE
 
     single: dict[str, str] = {}
-    several, appending = set[str](), set[str]()
+    several, appending, switches = set[str](), set[str](), set[str]()
     for name, hint in hints.items():
         option = flag(name)
         bare = get_args(hint)[0] if marks_of(hint) else hint
@@ -109,10 +121,20 @@ def _flags_by_number(command: Callable[..., Any]) -> tuple[dict[str, str], set[s
         elif any(... in get_args(part) for part in (bare, *get_args(bare))):
             several.add(option)
             continue
+        if bare is bool:
+            switches.add(option)
         for spelling in (option, *(mark.flag for mark in marks_of(hint) if isinstance(mark, Synonym))):
             single[spelling] = option
         single[option.replace("--", "--no-", 1)] = option
-    return single, several, appending
+    return single, several, appending, switches
+
+
+@functools.cache
+def _takes_names(command: Callable[..., Any]) -> bool:
+    """Return True if a command takes any number of words without a flag, as ``rm`` takes the names of runs."""
+    (positional,) = marks_of(Positional[str])
+    hints = hints_of_command(command).values()
+    return any(positional in marks_of(hint) and ... in get_args(get_args(hint)[0]) for hint in hints)
 
 
 def hints_of_command(command: Callable[..., Any]) -> dict[str, Any]:

@@ -25,14 +25,22 @@ _MAX_COMMANDS = 2  # that an error names because they have an option
 
 
 @contextmanager
-def as_usage_errors(flags: Collection[str], commands_with: Callable[[str], Sequence[str]]) -> Generator[None]:
+def as_usage_errors(
+    flags: Collection[str], commands_with: Callable[[str], Sequence[str]], sent_command: Sequence[str] = ()
+) -> Generator[None]:
     """Raise UsageError instead of tyro's error box.
 
     For the sentence about an unknown flag, ``flags`` are those that it may be a misspelling of, and ``commands_with``
-    returns the commands that have it.
+    returns the commands that have it. ``sent_command`` is the command that ``submit`` got without ``--`` before it.
     """
 
     def refuse(event: events.ParseErrorEvent) -> NoReturn:
+        if isinstance(event, events.UnrecognizedArgs) and sent_command and event.tokens[0] in sent_command:
+            shown = " ".join((*sent_command[:1], event.tokens[0].partition("=")[0]))
+            raise UsageError(
+                f"{event.tokens[0].partition('=')[0]} belongs to the command that is sent, which needs -- before it: "
+                f"`raytrain submit -- {shown} …`."
+            )
         raise UsageError(_sentence(event, flags, commands_with))
 
     with events.on_parse_error(refuse):

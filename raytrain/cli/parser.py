@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import itertools
 import os
 import re
 import shutil
@@ -259,7 +260,10 @@ def _parse(argv: Sequence[str], commands: Commands[T], defaults: Mapping[str, An
         return [other for other, command in commands.items() if name in _flags_of(command)]
 
     output = cast("TextIO", _WrappedOutput(sys.stdout, is_optional=is_open)) if is_help else sys.stdout
-    with as_usage_errors(flags, commands_with), redirect_stdout(output):
+    # What `submit` sends needs -- before it, or its options count as those of `submit`.
+    sent = list(itertools.dropwhile(lambda word: word not in commands, argv[1:])) if argv[:1] == ["submit"] else []
+    sent_command = [] if "--" in argv else sent
+    with as_usage_errors(flags, commands_with, sent_command), redirect_stdout(output):
         line = tyro.cli(_CommandLine[choice], prog="raytrain", args=argv, config=_MARKERS, registry=_CONSTRUCTORS)
     return line.command
 

@@ -249,6 +249,20 @@ def test_the_package_runs_as_a_module() -> None:
     assert done.stderr.startswith("raytrain: `raytrain stop` needs NAME")
 
 
+@pytest.mark.parametrize(
+    ("line", "names"),
+    [
+        ("rm first --yes second", ("first", "second")),
+        ("rm --yes first --storage here second third", ("first", "second", "third")),
+        ("rm --storage=here first --json second", ("first", "second")),
+        ("compare first --png a.png second", ("first", "second")),
+        ("watch first --port 80 second", ("first", "second")),
+    ],
+)
+def test_names_may_follow_an_option(line: str, names: tuple[str, ...]) -> None:
+    assert parse(line.split(), COMMANDS).keywords["runs"] == names
+
+
 # Errors.
 
 
@@ -270,6 +284,11 @@ def test_the_package_runs_as_a_module() -> None:
         ("stop * --storage nowhere", "The name of a run is '*'; use up to 100 letters"),
         ("train digits --data nowhere --name *", "--name is '*'; use up to 100 letters"),
         ("logs first --worker x", "--worker is 'x'; it must be a whole number."),
+        (
+            "submit train cifar10 --lr=0.1",
+            "--lr belongs to the command that is sent, which needs -- before it: `raytrain submit -- train --lr …`.",
+        ),
+        ("submit --adress x -- train cifar10", "There is no option --adress (did you mean --address?)."),
         ("watch --port x", "--port is 'x'; it must be a whole number."),
         ("stop first --storage nowhere", "nowhere to look for runs in; check --storage"),
         ("show first --storage nowhere", "nowhere to look for runs in; check --storage"),
