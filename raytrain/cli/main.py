@@ -104,7 +104,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             opened.callback(_end_ray)
             outcome = parse(argv, COMMANDS)()
     except KeyboardInterrupt:
-        print("raytrain: aborted.", file=sys.stderr)
+        print("raytrain: aborted.", file=sys.stderr, flush=True)
+        if "--json" in argv:
+            print(json.dumps({"status": "aborted", "error": "aborted."}), flush=True)
         return 130
     except Exception as error:
         if isinstance(error, BrokenPipeError):

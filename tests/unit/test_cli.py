@@ -383,7 +383,9 @@ def test_an_abort_shows_no_traceback(stand_in: Callable[..., None], capsys: pyte
 
     stand_in(train=train)
     assert main(["train", "cifar10"]) == 130
-    assert capsys.readouterr().err == "raytrain: aborted.\n"
+    assert capsys.readouterr() == ("", "raytrain: aborted.\n")
+    assert main(["train", "cifar10", "--json"]) == 130
+    assert json.loads(capsys.readouterr().out) == {"status": "aborted", "error": "aborted."}
 
 
 # Results.
