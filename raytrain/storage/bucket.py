@@ -129,7 +129,11 @@ class BucketStore(Store):
             yield
         except OwnerChanged:  # says itself whose the store is
             raise
-        except Exception as error:
+        except BaseException as error:
+            # A mistake in obstore raises PanicException, which is no Exception, so that threads would end without a
+            # word. Whatever else is none, such as KeyboardInterrupt, is not about storage.
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
             if isinstance(error, FileNotFoundError) and not names_no_bucket(error):
                 raise FileNotFoundError(url) from None
             credentials = client.credentials

@@ -55,8 +55,9 @@ def fetch_each(
 ) -> Generator[tuple[int, Content]]:
     """Fetch many objects at a time by calling ``get(path, etag)`` in threads; without ``etags``, each is empty.
 
-    Yield the index of each object in ``paths``, and its content or the exception that ``get`` raised, as they come. A
-    caller that breaks off has no further requests sent; it does not wait for those that are in flight::
+    Yield the index of each object in ``paths``, and its content or the exception that ``get`` raised, as they come.
+    What ``get`` raises besides Exception, such as SystemExit, is raised here. A caller that breaks off has no further
+    requests sent; it does not wait for those that are in flight::
 
         for index, content in fetch_each(store.get, ["cat/1.jpg", "dog/2.jpg"]):
             ...
@@ -76,6 +77,8 @@ def fetch_each(
             fetch.enough_arrived.clear()
             while fetch.arrived:
                 index, content = fetch.arrived.popleft()
+                if not isinstance(content, (bytes, Exception)):
+                    raise content
                 if index in fetch.missing:  # else it is the second answer to a hedged request
                     fetch.missing.remove(index)
                     yield index, content
@@ -95,7 +98,7 @@ class _Fetch:
         self.remaining = iter(range(len(requests)))  # shared by all threads: whichever is free takes the next index
         self.missing = set(range(len(requests)))
         self._begun: deque[tuple[int, float]] = deque()  # index and time, the earliest first
-        self.arrived: deque[tuple[int, Content]] = deque()
+        self.arrived: deque[tuple[int, Content | BaseException]] = deque()
         self.wake_at, self.enough_arrived = 1, threading.Event()
         self._hedges_left = int(len(requests) * _HEDGED_FRACTION) + 1
 
@@ -104,10 +107,10 @@ class _Fetch:
         for index in self.remaining:
             began = time.monotonic()
             self._begun.append((index, began))
-            content: Content
+            content: Content | BaseException
             try:
                 content = self._get(*self._requests[index])
-            except Exception as error:
+            except BaseException as error:  # also SystemExit: the caller waits for an answer to each request
                 content = error
             _hedge_delay.observe(time.monotonic() - began)
             self._arrive(index, content)
@@ -133,7 +136,7 @@ class _Fetch:
         with suppress(Exception):  # the first request may yet succeed
             self._arrive(index, self._get(*self._requests[index]))
 
-    def _arrive(self, index: int, content: Content) -> None:
+    def _arrive(self, index: int, content: Content | BaseException) -> None:
         """Hand over an answer to the caller of :func:`fetch_each`, and wake it if enough have come."""
         self.arrived.append((index, content))
         if len(self.arrived) >= self.wake_at:

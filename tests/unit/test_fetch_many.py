@@ -69,6 +69,17 @@ def test_a_second_request_that_fails_does_not_end_the_first() -> None:
     assert dict(fetch_each(Failing({150}, enough=1).get, PATHS))[150] == b"late"
 
 
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, type("PanicException", (BaseException,), {})])
+def test_what_is_no_exception_reaches_the_caller_who_would_wait_for_ever(kind: type[BaseException]) -> None:
+    def get(path: str, etag: str) -> bytes:
+        if path == "150":
+            raise kind("it ends the thread")
+        return path.encode()
+
+    with pytest.raises(kind, match="it ends the thread"):
+        dict(fetch_each(get, PATHS))
+
+
 def test_who_needs_no_more_gets_no_more() -> None:
     counts: Counter[str] = Counter()
     closed = threading.Event()

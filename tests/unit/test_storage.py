@@ -863,3 +863,15 @@ def test_public_buckets_and_those_whose_readers_pay_are_read_everywhere(
             assert read_input("s3://bucket/c") == b"1" == raytrain.filesystem("s3://bucket").cat_file("bucket/c")
         assert store.get("c") == b"1" and [found.path for found in store.list()] == ["c"]  # as on another machine
     assert {header in request.headers for request in requests} == {sent}
+
+
+def test_a_panic_of_obstore_is_an_error_as_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    class PanicException(BaseException):  # as pyo3's, which is no Exception
+        pass
+
+    def panic(*_: object) -> bool:
+        raise PanicException("called `Option::unwrap()` on a `None` value")
+
+    monkeypatch.setattr("raytrain.storage.bucket.with_retries", panic)
+    with pytest.raises(StorageError, match=r"s3://bucket/prefix/a cannot be used: PanicException: called `Option::unw"):
+        scripted("http://127.0.0.1:1").get("a")
