@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from raytrain.config.user_code import describe
 from raytrain.errors import RaytrainError, UsageError
 
 T = TypeVar("T")
@@ -61,18 +62,20 @@ class ProcessGroup:
         """Call ``make`` on process 0, and return its result on all processes. All call this together.
 
         If they cannot talk, each calls ``make`` itself. A RaytrainError of process 0 is raised on all. Any other
-        exception is raised on process 0 alone: the others wait until its end breaks their connection, or torch's limit
-        for the group has passed.
+        exception may be of a type that cannot be sent: then the others raise a RaytrainError with its sentence.
         """
         if not self.can_talk:
             return make()
         message: list[Any] = [None]
+        failure: Exception | None = None
         if dist.get_rank() == 0:
             try:
                 message = [make()]
-            except RaytrainError as error:
-                message = [error]
+            except Exception as error:
+                failure, message = error, [self._as_sent(error)]
         dist.broadcast_object_list(message)
+        if failure is not None:
+            raise failure
         if isinstance(message[0], RaytrainError):
             raise message[0]
         return message[0]
@@ -80,19 +83,28 @@ class ProcessGroup:
     def everywhere(self, make: Callable[[], T]) -> T:
         """Call ``make`` on all processes, and return this process's result. All call this together.
 
-        A RaytrainError on one of them is raised on all. Any other exception is raised on that process alone: the others
-        wait as in :meth:`from_first`.
+        A RaytrainError on one of them is raised on all. Any other exception is raised on that process, and its sentence
+        on the others, as in :meth:`from_first`.
         """
-        result: T | RaytrainError
+        results: list[T] = []
+        failure: Exception | None = None
         try:
-            result = make()
-        except RaytrainError as error:
-            result = error
-        for error_of_process in self.gather(result if isinstance(result, RaytrainError) else None):
+            results.append(make())
+        except Exception as error:
+            failure = error
+        errors = self.gather(failure and self._as_sent(failure))
+        if failure is not None and not isinstance(failure, RaytrainError):
+            raise failure
+        for error_of_process in errors:
             if error_of_process is not None:
                 raise error_of_process
-        assert not isinstance(result, RaytrainError)
-        return result
+        return results[0]
+
+    def _as_sent(self, error: Exception) -> RaytrainError:
+        """Return the exception that other processes raise if ``error`` has ended the work of this one."""
+        if isinstance(error, RaytrainError):
+            return error
+        return RaytrainError(f"Process {self.rank_and_size()[0]} failed: {describe(error)}.")
 
     def check_equal(self, difference: str, *values: Any) -> None:
         """Raise UsageError on all processes if one of them has other ``values``; ``difference`` says what they are.
