@@ -41,13 +41,14 @@ from typing import ClassVar
 import psutil
 
 from raytrain.errors import OwnerChanged, StorageError, UsageError
-from raytrain.runs.documents import CLAIM, CONFIG, is_run_file
+from raytrain.runs.documents import CLAIM, CONFIG, is_run_file, known_fields, parse_object
 from raytrain.storage.store import ObjectChanged, Store
 
 RENEW_EVERY_S = 5.0  # seconds between two renewals of a claim
 LEASE_S = 30.0  # seconds without a renewal after which an owner counts as dead
 POLL_EVERY_S = 1.0  # seconds between two polls of the claim of an owner that may be dead
 _READ_BACK_AFTER_S = 1.0  # seconds: longer than another process needs between reading and writing the claim
+_MAX_PID = 2**31 - 1  # the system takes no larger number of a process
 _log = logging.getLogger(__name__)
 _held: set[str] = set()  # the tokens of the claims that this process holds
 
@@ -81,6 +82,15 @@ class Claim:
         """Return the claim as JSON."""
         return json.dumps(dataclasses.asdict(self)).encode()
 
+    @classmethod
+    def parse(cls, content: bytes) -> Claim:
+        """Return the claim in the content of a ``claim.json``; raise ValueError if it is damaged."""
+        document = parse_object(content)
+        known = known_fields(cls, document)
+        if known != document or not {"token", "fence"} <= known.keys() or not 0 <= known.get("pid", 0) <= _MAX_PID:
+            raise ValueError("it is no claim")
+        return cls(**known)
+
     def check(self, content: bytes | None, url: str) -> None:
         """Raise OwnerChanged unless ``content``, that of the claim in the run at ``url``, still names this owner."""
         # If the claim is gone, the run was deleted, and one more write must not bring it back.
@@ -89,11 +99,17 @@ class Claim:
                 f"{url}/{CLAIM} is gone, so this process has stopped: somebody deleted the run, or this machine "
                 "has another folder there; start it again with --storage on S3 or in a folder that all machines share."
             )
-        # Renewals change other fields, and so does the release.
-        stored = json.loads(content)
-        if (stored["token"], stored["fence"]) != (self.token, self.fence):
+        try:
+            stored = Claim.parse(content)
+        except ValueError:
             raise OwnerChanged(
-                f"Process {stored['pid']} on {stored['host']} took over the run in {url}, because this process had "
+                f"{url}/{CLAIM} is damaged, so this process cannot know whether it still owns the run, and has "
+                "stopped; make sure that nobody else trains it, delete that file, and resume the run with --resume."
+            ) from None
+        # Renewals change other fields, and so does the release.
+        if (stored.token, stored.fence) != (self.token, self.fence):
+            raise OwnerChanged(
+                f"Process {stored.pid} on {stored.host} took over the run in {url}, because this process had "
                 "not been heard of; this one has stopped and deleted nothing, so let the other one train."
             )
 
@@ -250,10 +266,10 @@ def _is_training(name: str, claim: Claim | None) -> UsageError:
 def _read(store: Store) -> Claim | None:
     """Return the claim in storage; None if nobody has owned the run. Raise UsageError if it is damaged."""
     try:
-        return Claim(**json.loads(store.get(CLAIM)))
+        return Claim.parse(store.get(CLAIM))
     except FileNotFoundError:
         return None
-    except (ValueError, TypeError):
+    except ValueError:
         raise UsageError(
             f"{store.url}/{CLAIM} is damaged; make sure that nobody trains the run, and delete it."
         ) from None

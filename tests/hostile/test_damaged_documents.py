@@ -13,14 +13,14 @@ import raytrain
 from raytrain.cli.commands import COMMANDS
 from raytrain.cli.main import main
 from raytrain.cli.parser import parse
-from raytrain.errors import StorageError, UsageError
+from raytrain.errors import OwnerChanged, StorageError, UsageError
 from raytrain.monitor.monitor import RunMonitor
 from raytrain.monitor.stop_request import read_stop_request
 from raytrain.runs.checkpoint_files import best_checkpoint, checkpoint_path
-from raytrain.runs.documents import CLASSES, CONFIG, METRICS, SKIPPED, STATUS, STOP_REQUEST, SUMMARY, read_config
+from raytrain.runs.documents import CLAIM, CLASSES, CONFIG, METRICS, SKIPPED, STATUS, STOP_REQUEST, SUMMARY, read_config
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.metrics_history import History, read_metrics
-from raytrain.runs.ownership import machine_id
+from raytrain.runs.ownership import claim_run, machine_id
 from raytrain.runs.status import read_status
 from raytrain.storage.folder import FolderStore
 from raytrain.storage.store import Store
@@ -212,6 +212,27 @@ READS: dict[str, Callable[[Store], Any]] = {STOP_REQUEST: read_stop_request, STA
 def test_a_run_that_trains_survives_a_broken_document(document: str, data: bytes, store: Store) -> None:
     store.put(document, data)
     READS[document](store)
+
+
+DAMAGED_CLAIMS = {
+    "without an owner": b'{"fence": 1}',
+    "with a text as a number": b'{"token": "a", "fence": "one"}',
+    "with a huge process": b'{"token": "a", "fence": 1, "pid": 1000000000000000000000000}',
+    "with another field": b'{"token": "a", "fence": 1, "mood": "good"}',
+}
+
+
+@pytest.mark.parametrize(
+    "data", [*GARBAGE.values(), *DAMAGED_CLAIMS.values()], ids=[*GARBAGE.keys(), *DAMAGED_CLAIMS.keys()]
+)
+def test_a_claim_that_is_broken_is_one_sentence_for_its_owner_and_for_the_next(data: bytes, store: Store) -> None:
+    with claim_run(store, "first") as owner:
+        store.put(CLAIM, data)
+        with pytest.raises(OwnerChanged, match=r"claim\.json is damaged, so this process .* delete that file"):
+            owner.owned_store.put(STATUS, b"{}")
+        assert not owner.renew()
+    with pytest.raises(UsageError, match=r"claim\.json is damaged; make sure that nobody trains the run"):
+        claim_run(store, "first")
 
 
 @garbage
