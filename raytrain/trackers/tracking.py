@@ -184,12 +184,13 @@ class TrackerThread:
         self._end_is_known = threading.Event()
         self._busy_since: float | None = clock()  # None while it waits for rows
         self._has_failed = False
+        self._gets_no_rows = False  # once it has raised an exception; one that hangs may go on
         self._thread = threading.Thread(target=self._feed, daemon=True, name=f"tracker {self.name}")
         self._thread.start()
 
     def send(self, rows: Iterable[MetricRow]) -> None:
         """Add rows to the queue. Rows that the tracker has already are left out later."""
-        if self._thread.is_alive():
+        if self._thread.is_alive() and not self._gets_no_rows:
             self._rows.put(rows)
 
     def end(self, end: End) -> None:
@@ -198,7 +199,12 @@ class TrackerThread:
         self._end_is_known.set()
 
     def join(self, timeout_s: float | None) -> None:
-        """Wait for the end of the thread; report a tracker that takes longer, and leave it behind."""
+        """Wait for the end of the thread; report a tracker that takes longer, and leave it behind.
+
+        One that has failed is given less time: its server may be out of reach.
+        """
+        if self._gets_no_rows and timeout_s is not None:
+            timeout_s = min(timeout_s, _ABORT_WITHIN_S)
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             self._fail(f"has not finished within {timeout_s:.0f} s")
@@ -211,6 +217,7 @@ class TrackerThread:
 
     def _feed(self) -> None:
         """Run in the thread: open the tracker, send it all rows, and end it."""
+        tracker: Tracker | None = None
         try:
             # Continue at the position of an earlier attempt, and store the tracker's ID of the run.
             self._position = Position(**known_fields(Position, read_json(self._run.store, self._document)))
@@ -241,14 +248,30 @@ class TrackerThread:
             self._send_pictures(tracker)
             if self._end.network is not None and hasattr(tracker, "log_network"):
                 self._send_network(tracker, self._end.network)
-            tracker.finalize(self._end.status)
+            ending, tracker = tracker, None
+            ending.finalize(self._end.status)
         except BaseException as error:  # also SystemExit, of a tracker that gives up
+            self._gets_no_rows = True
             # Redact before the text is cut, because a part of a secret would not be recognised. Keep both ends: advice
             # is often at the end of an error message.
             reason = redact(" ".join(str(error).split())) or type(error).__name__
             if len(reason) > _MAX_REASON:
                 reason = f"{reason[: _MAX_REASON // 2]} … {reason[-_MAX_REASON // 2 :]}"
             self._fail(f"failed ({reason})")
+            self._finalize_at_end(tracker)
+
+    def _finalize_at_end(self, tracker: Tracker | None) -> None:
+        """Wait for the end of the run, and tell it a tracker that has failed, which would show the run as running.
+
+        ``tracker`` is None if it could not be opened, or has failed while it was told the end.
+        """
+        if tracker is None:
+            return
+        self._busy_since = None
+        self._end_is_known.wait()
+        assert self._end is not None
+        with suppress(BaseException):  # its first error has been reported
+            tracker.finalize(self._end.status)
 
     def _poll_for_stop(self, tracker: Any) -> None:
         """Ask the run to stop if somebody has requested that in the tracker, if the tracker supports it."""

@@ -13,6 +13,7 @@ import pytest
 
 import raytrain
 from raytrain.errors import RaytrainError, UsageError
+from raytrain.monitor.events import TrackerFailed
 from raytrain.runs.documents import METRICS, SWEEP, run_store, write_config, write_json
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.outcome import StopReason
@@ -164,6 +165,28 @@ def test_what_a_failed_tracker_lacks_is_sent_when_the_run_is_over(tmp_path: Path
     assert later.steps == [4, 5, 6, 7, 8, 9]
     assert raytrain.track("first", [later], storage=str(tmp_path)).rows == 9
     assert later.steps == [4, 5, 6, 7, 8, 9]
+
+
+def test_a_tracker_that_has_failed_is_told_the_end_when_the_run_ends(store: Store) -> None:
+    failing, told = Failing(), threading.Event()
+    tracking = Tracking(open_trackers([failing]))
+    tracking.begin(options(), store, lambda event: told.set() if isinstance(event, TrackerFailed) else None)
+    tracking.update(snapshot(step_rows(1, 4)))
+    assert told.wait(60) and failing.statuses == [], "the run goes on"
+    tracking.update(snapshot(step_rows(5, 6)))
+    tracking.finish(result(store))
+    assert failing.statuses == ["success"]
+
+
+def test_a_tracker_that_fails_at_the_end_is_told_it_once(store: Store) -> None:
+    class FailingAtEnd(Recorder):
+        def finalize(self, status: Any) -> None:
+            super().finalize(status)
+            raise RuntimeError("The server is gone.")
+
+    failing = FailingAtEnd()
+    assert len(tracked(store, [failing], step_rows(1, 3))) == 1
+    assert failing.statuses == ["success"]
 
 
 class Hanging(Recorder):
