@@ -58,8 +58,8 @@ def serve(
         ready: called with the URL when it answers.
 
     Raises:
-        UsageError, StorageError: Ray Serve is not installed, there is no such run, it is not trusted, or it cannot be
-            served at that port.
+        UsageError, StorageError: Ray Serve is not installed, there is no such run, it is not trusted, it cannot be
+            served at that port, or a run of its name is served in the cluster.
 
     Example::
 
@@ -82,7 +82,7 @@ def serve(
 
         # Replicas of the network get the credentials of this process, and new ones before those expire.
         scope = Scope(reads=(f"{trained.store.url}/",), writes=()) if trained.config.scope_keys else None
-        with serving_credentials([trained.store], scope) as (served, lender):
+        with serving_credentials([trained.store], scope, for_run=run) as (served, lender):
             model = served_model(trained, trained.store.with_lent_credentials(served), top_k, thresholds)
 
             # Ctrl-C ends the loop, also while the network is still being loaded.

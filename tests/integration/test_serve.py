@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -217,7 +218,34 @@ def test_a_replica_that_dies_while_it_loads_is_a_sentence(monkeypatch: pytest.Mo
         server.shutdown()
 
 
-def test_a_run_takes_no_place_of_a_namesake_in_other_storage(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_run_that_is_served_is_refused_until_its_command_has_ended_in_whatever_way(runs: Path) -> None:
+    import ray
+    from ray import serve
+
+    port, address = free_port(), ray.get_runtime_context().gcs_address
+    words = ["serve", "first", "--port", str(port), "--address", address]
+    elsewhere = str(shutil.copytree(runs, runs.parent / "elsewhere"))
+    with serving(runs, port) as (url, process):
+        for storage in (str(runs), elsewhere):
+            assert main([*words, "--storage", storage]) == 2
+        assert ask(url)[0] == 200, "the first one goes on"
+        process.kill()
+        process.wait()
+        assert ask(url)[0] == 200, "Ray Serve keeps what a killed command has served"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("raytrain.inference.serve.StopSignals", StoppedSignals)
+            wait_for(lambda: main([*words, "--storage", elsewhere]) == 0)
+        assert serve.status().applications == {}
+
+
+class StoppedSignals(StopSignals):
+    """Signals of which one has arrived before the network was loaded."""
+
+    stop_request = StopReason("signal", "SIGINT")
+
+
+def test_what_a_killed_command_has_served_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     from raytrain.launch.ray import model_server
 
     applications: dict[str, str] = {}
@@ -241,15 +269,12 @@ def test_a_run_takes_no_place_of_a_namesake_in_other_storage(monkeypatch: pytest
         model: Any = SimpleNamespace(run=name, store=SimpleNamespace(url=url))
         return model_server.serving(model, placement, "127.0.0.1", 8000, StopSignals())
 
-    with serve("first", "s3://mine/first"):
-        with (
-            pytest.raises(UsageError, match="Another run called 'first' is served in this cluster"),
-            serve("first", "s3://yours/first"),
-        ):
-            pass
-        assert list(applications.values()) == ["s3://mine/first"]
-        with serve("first-2", "s3://yours/first-2"), serve("2", "s3://yours/2"):
-            assert len(applications) == 3
+    killed = serve("first", "s3://mine/first")
+    killed.__enter__()  # and its command comes to no end of its own
+    with serve("first-2", "s3://yours/first-2"), serve("2", "s3://yours/2"):
+        assert len(applications) == 3
+        with serve("first", "s3://yours/first"):
+            assert sorted(applications.values()) == ["s3://yours/2", "s3://yours/first", "s3://yours/first-2"]
     assert not applications
 
 

@@ -424,18 +424,26 @@ def lend_credentials(
 
 @contextmanager
 def serving_credentials(
-    stores: Iterable[Store], scope: Scope | None = None
+    stores: Iterable[Store], scope: Scope | None = None, *, for_run: str | None = None
 ) -> Iterator[tuple[ServedCredentials, CredentialLender]]:
     """Serve credentials as :func:`lend_credentials` does, with an actor that lives as long as the ``with`` block.
 
-    Raises what that function raises, and RaytrainError if this actor dies, or another one of which the block waits for
-    an answer.
+    ``for_run`` is the run that the block serves over HTTP. The actor then has a name of that run, which is free again
+    as soon as this process has ended, in whatever way. Raises UsageError if another process serves a run of this name
+    in the cluster, what :func:`lend_credentials` raises, and RaytrainError if the actor dies, or another one of which
+    the block waits for an answer.
     """
-    server: Any = (
-        ray.remote(CredentialBroker)  # keys are lent later: the cluster keeps the arguments of constructors
-        .options(num_cpus=0, max_concurrency=_SERVED_AT_A_TIME, label_selector=on_this_node())
-        .remote()
-    )
+    options: dict[str, Any] = {"max_concurrency": _SERVED_AT_A_TIME, "label_selector": on_this_node()}
+    if for_run is not None:
+        options |= {"name": f"serve {for_run}", "namespace": _NAMESPACE}
+    broker: Any = ray.remote(CredentialBroker)  # keys are lent later: the cluster keeps the arguments of constructors
+    try:
+        server = broker.options(num_cpus=0, **options).remote()
+    except ValueError:  # Ray has no other error for a name that is taken
+        raise UsageError(
+            f"A run called {for_run!r} is served in this cluster already, and both would answer at /{for_run}; end "
+            "that one first, or serve with --address local and another --port."
+        ) from None
     try:
         yield lend_credentials(server, stores, scope)
     except LOST_ACTOR:

@@ -221,8 +221,8 @@ def serving(model: ServedModel, placement: Placement, host: str, port: int, sign
     """Serve ``model`` while this is open; yield its URL when the network is loaded, or ``signals`` has a stop request.
 
     There is a replica for each worker of ``placement``. Afterwards, the model is served no more; what Ray Serve has
-    started for all applications stays. Raises UsageError if the cluster cannot serve it, or does not answer, or if it
-    serves a run of the same name from other storage.
+    started for all applications stays. What an earlier command that was killed serves of a run of this name is deleted.
+    Raises UsageError if the cluster cannot serve the run, or does not answer.
     """
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     check_guarded(host)
@@ -235,18 +235,15 @@ def serving(model: ServedModel, placement: Placement, host: str, port: int, sign
     )(Replica)
     local_host = host if listens_on_loopback(host) else None
     application = replica.bind(model, placement.threads, local_host)
-    # Serve replaces an application by one of the same name. Runs in other storage may have the name of this run, so the
-    # application is named after both.
+    # Serve keeps an application whose command was killed, which would answer in place of this one. No command that
+    # lives serves a run of this name: `serving_credentials` has refused that.
     name = f"raytrain-{model.run}-{hashlib.sha256(model.store.url.encode()).hexdigest()[:16]}"
     try:
         try:
             serve.start(proxy_location="HeadOnly", http_options=HTTPOptions(host=host, port=port))
             same_run = re.compile(rf"raytrain-{re.escape(model.run)}-[0-9a-f]{{16}}")
-            if any(same_run.fullmatch(other) for other in serve.status().applications.keys() - {name}):
-                raise UsageError(
-                    f"Another run called {model.run!r} is served in this cluster, from other storage, and both would "
-                    f"answer at /{model.run}; end that one first, or serve with --address local."
-                )
+            for left in filter(same_run.fullmatch, list(serve.status().applications)):
+                serve.delete(left)
             try:
                 serve.run(application, name=name, route_prefix="/")
             except RayServeException:  # another run is served at / already
