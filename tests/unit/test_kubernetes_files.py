@@ -69,3 +69,12 @@ def test_pods_have_time_for_a_checkpoint_and_an_account_and_gpus_are_tolerated(k
         has_gpu = "nvidia.com/gpu" in container["resources"]["limits"]
         tolerated = [each["key"] for each in pod.get("tolerations", ())]
         assert tolerated == (["nvidia.com/gpu"] if has_gpu else [])
+
+
+def test_the_page_takes_the_token_and_the_port_of_the_cluster_in_the_file() -> None:
+    document = yaml.safe_load((CLUSTER / "kuberay" / "ray-cluster.yaml").read_text())
+    page = (CLUSTER / "README.md").read_text()
+    # KubeRay names the secret of the token after the cluster, and its service, too.
+    name = document["metadata"]["name"]
+    assert f"kubectl get secret {name} --template='{{{{.data.auth_token}}}}' | base64 --decode" in page
+    assert f"kubectl port-forward service/{name}-head-svc 8265" in page
