@@ -140,9 +140,10 @@ class Archive:
         row = num_empty = 0
         for batch in parquet.iter_batches(_ROWS_AT_A_TIME, columns=list({image, label, split})):
             labels = as_text(batch.column(label)).to_pylist()
-            for values, text in zip(batch.select(list({image, split})).to_pylist(), labels, strict=True):
-                content = values[image].get("bytes") if isinstance(values[image], dict) else values[image]
-                part = "" if split == image else str(values[split] or "")
+            parts = [""] * len(labels) if split == image else as_text(batch.column(split)).to_pylist()
+            contents = batch.column(image).to_pylist()
+            for value, text, part in zip(contents, labels, parts, strict=True):
+                content = value.get("bytes") if isinstance(value, dict) else value
                 num_empty = num_empty + 1 if content == b"" else 0
                 if num_empty == _HOLE_ROWS:
                     raise UsageError(
@@ -159,7 +160,7 @@ class Archive:
                                 f"{format_count(len(classes), 'class')}; correct it."
                             )
                         text = classes[int(text)]
-                    yield ArchivedImage(with_suffix(keys[row], content), content, text or "", part)
+                    yield ArchivedImage(with_suffix(keys[row], content), content, text or "", part or "")
                 else:
                     self.left_out["rows without the bytes of an image"] += 1
                 row += 1
@@ -189,15 +190,27 @@ class Archive:
             column = find_column([name for name in schema.names if name != image], None, KEY_COLUMNS)
         numbers = [f"{row:09d}" for row in range(parquet.metadata.num_rows)]  # with zeros, so that they sort as text
         if column is not None:
-            keys = parquet.read([column])[column].to_pylist()
-            return [number if key in (None, "") else str(key) for key, number in zip(keys, numbers, strict=True)]
+            try:
+                keys = as_text(parquet.read([column])[column]).to_pylist()
+                return [key or number for key, number in zip(keys, numbers, strict=True)]
+            except (pa.ArrowNotImplementedError, pa.ArrowInvalid):
+                if self.columns.key is None:  # a digest, say, that only happens to be called key
+                    return numbers
+                type = schema.field(column).type
+                raise UsageError(
+                    f"The column {column!r} of {self.name} holds values of type {type} that are no text; name a column "
+                    "of texts or numbers with --key-column, or none."
+                ) from None
 
         # Paths are the keys only if every image has one of its own, which nothing in Parquet ensures.
         type = schema.field(image).type
         if not pa.types.is_struct(type) or type.get_field_index("path") < 0:
             return numbers
         paths = [(record or {}).get("path") for record in parquet.read([f"{image}.path"])[image].to_pylist()]
-        return numbers if None in paths or len(set(paths)) < len(paths) else list(map(str, paths))
+        with suppress(pa.ArrowNotImplementedError, pa.ArrowInvalid):
+            texts = as_text(pa.array(paths)).to_pylist()
+            return numbers if None in texts or len(set(texts)) < len(texts) else texts
+        return numbers
 
     def _split_column(self, parquet: pq.ParquetFile, label: str) -> str | None:
         """Return the column of splits: ``split``, or one with texts such as train and test; None if there is none.

@@ -82,6 +82,33 @@ def test_parquet_of_views_as_other_writers_have_them(images: Path, tmp_path: Pat
     assert labels_by_content(tmp_path / "packed") == dict(zip(files, labels.to_pylist(), strict=True))
 
 
+@pytest.mark.parametrize(
+    "kind", [pa.binary(), pa.large_binary(), pa.binary_view(), pa.dictionary(pa.int8(), pa.binary())]
+)
+def test_parquet_whose_texts_are_bytes(kind: pa.DataType, images: Path, tmp_path: Path) -> None:
+    files = unique(images)
+    names = [f"{number}.png" for number in range(6)]
+    splits = pa.array([b"train", b"test"] * 3).cast(kind)
+    columns = {"name": pa.array([name.encode() for name in names]).cast(kind), "image": files, "split": splits}
+    pq.write_table(pa.table({**columns, "label": [b"cat", b"dog", b"cat"] * 2}), tmp_path / "a.parquet")
+    packed(tmp_path / "a.parquet", tmp_path / "packed", key_column="name", split="train")
+    assert sorted(contents(tmp_path / "packed")) == ["a/0.png", "a/2.png", "a/4.png"]
+    structs = [{"bytes": data, "path": name.encode()} for data, name in zip(files, names, strict=True)]
+    pq.write_table(pa.table({"image": structs, "label": ["cat", "dog", "cat"] * 2}), tmp_path / "b.parquet")
+    packed(tmp_path / "b.parquet", tmp_path / "packed-structs")
+    assert sorted(contents(tmp_path / "packed-structs")) == [f"b/{name}" for name in names]
+
+
+def test_parquet_with_a_key_that_is_no_text(images: Path, tmp_path: Path) -> None:
+    digests = [bytes([200, number]) for number in range(6)]
+    table = pa.table({"key": digests, "image": unique(images), "label": ["cat", "dog", "cat"] * 2})
+    pq.write_table(table, tmp_path / "a.parquet")
+    packed(tmp_path / "a.parquet", tmp_path / "packed")
+    assert min(contents(tmp_path / "packed")) == "a/000000000.png"
+    with pytest.raises(UsageError, match=r"The column 'key' of .* holds values of type binary that are no text; name"):
+        packed(tmp_path / "a.parquet", tmp_path / "again", key_column="key")
+
+
 def test_parquet_as_hugging_face_writes_it(images: Path, tmp_path: Path) -> None:
     found = files_of(images)
     names = ["red", "green", "blue"]
