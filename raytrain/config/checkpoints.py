@@ -20,21 +20,32 @@ class Intervals(NamedTuple):
 
     @classmethod
     def parse(cls, texts: Iterable[str]) -> Intervals:
-        """Return the intervals that ``texts`` name; raise UsageError for a text that names none.
+        """Return the intervals that ``texts`` name; raise UsageError for a text that names none, or two of one unit.
 
         Example: ``Intervals.parse(["1ep", "10m"]) == Intervals(epochs=1, seconds=600)``
         """
-        intervals = cls()
+        intervals, units = cls(), set[str]()
+        texts = tuple(texts)
         for text in texts:
             if count := re.fullmatch(r"([1-9]\d*)(ep|st)", text):
                 unit = "epochs" if count[2] == "ep" else "steps"
                 intervals = intervals._replace(**{unit: int(count[1])})
             elif time := seconds(text):
+                unit = "seconds"
                 intervals = intervals._replace(seconds=time)
-            elif text != "none":
+            elif text == "none":
+                unit = text
+            else:
                 raise UsageError(
                     f"--checkpoint-every is {text!r}; give epochs, steps or a time, such as 1ep, 500st or 10m, or none."
                 )
+            # A second interval of a unit would replace the first one, and beside others, none would have no effect.
+            if units and (unit in units or "none" in (unit, *units)):
+                raise UsageError(
+                    f"--checkpoint-every is {' '.join(texts)}; give at most one interval of epochs, one of steps and "
+                    "one of time, such as 1ep 10m, or none alone."
+                )
+            units.add(unit)
         return intervals
 
 

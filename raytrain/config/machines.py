@@ -48,6 +48,9 @@ class Prices:
                 f"--price is {' '.join(texts)!r}; give dollars per machine and hour, such as 3.06, or one price per "
                 "hour for each type of GPU, such as A100=1.8 L4=0.7."
             )
+        for index, (gpu, _) in enumerate(of_gpus):
+            if gpu.lower() in [other.lower() for other, _ in of_gpus[:index]]:
+                raise UsageError(f"--price is {' '.join(texts)!r}, which has two prices of {gpu}; give one.")
         return cls(by_gpu=of_gpus) if of_gpus else cls(per_machine=parts[0][1])
 
     def of_gpu(self, name: str) -> float | None:

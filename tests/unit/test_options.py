@@ -88,6 +88,19 @@ def test_checkpoints_are_due_by_epochs_steps_and_time(texts: tuple[str, ...], in
 
 
 @pytest.mark.parametrize(
+    "texts", [("1ep", "5ep"), ("90s", "10m"), ("5st", "1ep", "5st"), ("none", "1ep"), ("1ep", "none")]
+)
+def test_two_intervals_of_which_one_would_have_no_effect_are_refused(texts: tuple[str, ...]) -> None:
+    with pytest.raises(UsageError, match=f"^--checkpoint-every is {' '.join(texts)}; give at most one interval of ep"):
+        config(checkpoint_every=texts)
+
+
+def test_two_prices_of_a_gpu_are_refused() -> None:
+    with pytest.raises(UsageError, match="--price is 'A100=1 L4=1 a100=2', which has two prices of a100; give one"):
+        config(price=("A100=1", "L4=1", "a100=2"))
+
+
+@pytest.mark.parametrize(
     ("device", "kind", "gpus", "accelerator"),
     [
         ("auto", "auto", None, None),
