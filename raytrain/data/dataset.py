@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -32,6 +31,7 @@ from raytrain.storage.store import Store
 _log = logging.getLogger(__name__)
 BALANCED = "balanced"
 _NUM_MEASURED_IMAGES = 1024
+_MAX_WEIGHT = float(np.finfo(np.float32).max)  # the loss has the weights of classes in float32
 _EVALUATION_BATCH_PER_WORKER = 250
 
 
@@ -296,7 +296,8 @@ def class_weights(option: str | None, train: Manifest) -> tuple[float, ...] | No
 
     Balanced weights are N / (C · n_c), with n_c of the N images in class c of C: their mean over all images is 1. If an
     image may have several classes, the weight (N - n_c) / n_c applies to the images that have class c. Any other
-    option is a JSON object with a number for each class, or a file with one; raises UsageError if it is neither.
+    option is a JSON object with a number for each class, or a file with one; raises UsageError if it is neither, or if
+    no training image has a class with a weight above 0.
     """
     if option is None:
         return None
@@ -307,8 +308,16 @@ def class_weights(option: str | None, train: Manifest) -> tuple[float, ...] | No
         return tuple((len(train) / (len(sizes) * sizes)).tolist())
 
     # JSON in the option itself, or in a file that it names.
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if again := [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]:
+            raise UsageError(f"--class-weights: {option} has several weights for {again[0]!r}; give one.")
+        return dict(pairs)
+
     try:
-        weights: Any = json.loads(option if option.lstrip().startswith("{") else read_input(option, "--class-weights"))
+        text = option if option.lstrip().startswith("{") else read_input(option, "--class-weights")
+        weights: Any = json.loads(text, object_pairs_hook=once)
+    except UsageError:  # a ValueError, too
+        raise
     except (ValueError, RecursionError):
         weights = None
     if not isinstance(weights, dict):
@@ -319,12 +328,17 @@ def class_weights(option: str | None, train: Manifest) -> tuple[float, ...] | No
 
     # Each class needs a weight, and no other name may have one.
     def is_weight(value: object) -> bool:
-        return isinstance(value, (int, float)) and math.isfinite(value) and value >= 0
+        return type(value) in (int, float) and 0 <= cast(float, value) <= _MAX_WEIGHT
 
     names = sorted({*train.classes, *weights})
     if wrong := [name for name in names if name not in train.classes or not is_weight(weights.get(name))]:
         raise UsageError(
             f"--class-weights: {option} must have a number of at least 0 for each of the {len(train.classes):,} "
             f"classes and nothing else; that is not so for {len(wrong):,}, such as {wrong[0]!r}."
+        )
+    if not any(weights[name] for name, count in zip(train.classes, train.class_counts(), strict=True) if count):
+        raise UsageError(
+            f"--class-weights: {option} is 0 for each class that a training image has, so nothing would be learned; "
+            "give one of them a weight above 0."
         )
     return tuple(float(weights[name]) for name in train.classes)

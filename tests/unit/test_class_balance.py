@@ -88,6 +88,25 @@ def test_weights_of_a_file(tmp_path: Path) -> None:
         class_weights(str(file), manifest([0, 1]))
 
 
+@pytest.mark.parametrize(
+    ("option", "sentence"),
+    [
+        ('{"a": 0, "b": 0}', "is 0 for each class that a training image has, so nothing would be learned"),
+        ('{"a": 0, "b": 1}', "is 0 for each class that a training image has"),  # no image is of class b
+        ('{"a": 1, "a": 2, "b": 1}', "has several weights for 'a'; give one"),
+        ('{"a": 1, "b": 1e39}', "must have a number of at least 0 .*, such as 'b'"),  # infinite in float32
+        ('{"a": 1, "b": NaN}', "must have a number of at least 0 .*, such as 'b'"),
+        ('{"a": 1, "b": -Infinity}', "must have a number of at least 0 .*, such as 'b'"),
+        (f'{{"a": 1, "b": {10**400}}}', "must have a number of at least 0 .*, such as 'b'"),
+        ('{"a": 1, "b": true}', "must have a number of at least 0 .*, such as 'b'"),
+    ],
+)
+def test_weights_that_no_loss_can_use_are_refused(option: str, sentence: str) -> None:
+    with pytest.raises(UsageError, match=f"^--class-weights: .* {sentence}"):
+        class_weights(option, manifest([0, 0]))
+    assert class_weights('{"a": 1, "b": 0}', manifest([0, 0])) == (1.0, 0.0)
+
+
 def test_the_loss_is_what_its_papers_say() -> None:
     logits = torch.randn(6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     labels = torch.tensor([0, 1, 2, 2, 1, 0])
