@@ -43,8 +43,8 @@ ARCHIVE_SUFFIXES = (".parquet", ".tar", ".tgz", ".tar.gz")
 IMAGE_COLUMNS = ("image", "image_bytes", "bytes", "jpg", "png", "img")
 
 _ROWS_AT_A_TIME = 64
-_MAGIC = {b"\xff\xd8": ".jpg", b"\x89PNG": ".png", b"GIF8": ".gif", b"BM": ".bmp", b"RIFF": ".webp"}
-_NO_LABELS = NO_LABELS | {"-1"}
+_SUFFIX_OF_FIRST_BYTES = {b"\xff\xd8": ".jpg", b"\x89PNG": ".png", b"GIF8": ".gif", b"BM": ".bmp", b"RIFF": ".webp"}
+_NO_LABELS = NO_LABELS | {"-1"}  # data sets of Hugging Face write -1 for the hidden labels of their test images
 _LABEL_SUFFIXES = (".cls", ".json")
 _JPEG_SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif")
 _SECOND_IMAGES = "second images of a sample, such as masks (--image-suffix takes them instead)"
@@ -66,12 +66,12 @@ ArchivedImages = Iterator[ArchivedImage]
 
 @dataclass
 class Archive:
-    """An archive that is being read, and the number of its images that are left out, by reason."""
+    """An archive that is being read, and what its reader has left out and chosen so far."""
 
     name: str
     columns: LabelColumns = field(default_factory=LabelColumns)
     image_suffix: str | None = None  # says which of several images of a sample to take, such as ``png`` or ``seg.png``
-    left_out: Counter[str] = field(default_factory=Counter)
+    left_out: Counter[str] = field(default_factory=Counter)  # number of images and other files, by reason
     choices: set[str] = field(default_factory=set[str])  # sentences on which of several possible columns is read
 
     def read(self, file: Any) -> ArchivedImages:
@@ -81,8 +81,8 @@ class Archive:
         names of the classes into the metadata. In WebDataset, a label is the text of .cls, or "label" or "cls" in
         .json; of several images with one label, the JPEG is taken, or the one that ``image_suffix`` names.
 
-        Raises UsageError if the archive cannot be read whole, lacks images or labels, or does not say which of several
-        images has the label.
+        Raises UsageError if the archive is damaged, lacks images or labels, or does not say which of several images has
+        the label. An OSError of the disk or the network, which has a number, is raised as it is.
         """
         try:
             for image in self._images(file):
@@ -105,68 +105,86 @@ class Archive:
     # Parquet.
 
     def _parquet(self, file: IO[bytes]) -> ArchivedImages:
-        """Yield the images of a Parquet file, labelled by the names of classes in Hugging Face's metadata, if any."""
+        """Yield the images of a Parquet file; where its metadata names the classes, a number becomes its class's name.
+
+        Raises UsageError if the columns of images and labels cannot be told or hold other types, a label has no name
+        in the metadata, or many images in succession are empty.
+        """
         parquet = pq.ParquetFile(file, page_checksum_verification=True)
         schema = parquet.schema_arrow
         advice = "rename the right one to image, or give a label file with --labels"
-        image = self._column(schema.names, IMAGE_COLUMNS, None, "images", advice)
+        image_column = self._column(schema.names, IMAGE_COLUMNS, None, "images", advice)
         label_name = next(iter(self.columns.label), None)
-        label = self._column(schema.names, LABEL_COLUMNS, label_name, "labels", "name it with --label-column")
-
-        # Check the types: images are bytes, or structs with bytes, and a label is a single value.
-        content_type, label_type = schema.field(image).type, schema.field(label).type
-        if pa.types.is_struct(content_type) and content_type.get_field_index("bytes") >= 0:
-            content_type = content_type.field("bytes").type
-        wrong, expected = None, "the bytes of image files are expected; write those into it, or use files with --labels"
-        if content_type not in (pa.binary(), pa.large_binary(), pa.binary_view()):
-            wrong = schema.field(image)
-        elif pa.types.is_nested(label_type):
-            wrong = schema.field(label)
-            expected = "one class per image is expected; unpack the images, and give --labels"
-        if wrong is not None:
-            problem = f"The column {wrong.name!r} of {self.name} holds values of type {wrong.type}"
-            raise UsageError(f"{problem}, and {expected}.")
+        label_column = self._column(schema.names, LABEL_COLUMNS, label_name, "labels", "name it with --label-column")
+        self._check_types(schema, image_column, label_column)
 
         # If the metadata has names of classes, numeric labels are indices of these.
         classes = list[str]()
+        label_type = schema.field(label_column).type
         if pa.types.is_integer(label_type) or pa.types.is_floating(label_type):
             with suppress(KeyError, TypeError, ValueError):
                 metadata = json.loads((schema.metadata or {})[b"huggingface"])
-                classes = [str(name) for name in metadata["info"]["features"][label]["names"]]
+                classes = [str(name) for name in metadata["info"]["features"][label_column]["names"]]
 
-        # Read a few rows at a time. Without a column of splits, the name of the image column marks that there is none.
-        keys = self._keys(parquet, image)
-        split = self._split_column(parquet, label) or image
-        row = num_empty = 0
-        for batch in parquet.iter_batches(_ROWS_AT_A_TIME, columns=list({image, label, split})):
-            labels = as_text(batch.column(label)).to_pylist()
-            parts = [""] * len(labels) if split == image else as_text(batch.column(split)).to_pylist()
-            contents = batch.column(image).to_pylist()
-            for value, text, part in zip(contents, labels, parts, strict=True):
-                content = value.get("bytes") if isinstance(value, dict) else value
+        # Read the columns that are needed, a few rows at a time.
+        keys = iter(self._keys(parquet, image_column))
+        split_column = self._split_column(parquet, label_column)
+        needed = {image_column, label_column} if split_column is None else {image_column, label_column, split_column}
+        num_rows = num_empty = 0  # rows read so far, and how many of the last ones are empty
+        for batch in parquet.iter_batches(_ROWS_AT_A_TIME, columns=list(needed)):
+            contents = batch.column(image_column).to_pylist()
+            labels = as_text(batch.column(label_column)).to_pylist()
+            splits = [""] * len(labels) if split_column is None else as_text(batch.column(split_column)).to_pylist()
+            for content, label, split in zip(contents, labels, splits, strict=True):
+                key = next(keys)
+                if isinstance(content, dict):
+                    content = content.get("bytes")
+
+                # One empty image is left out; many in succession are content that was lost.
+                num_rows += 1
                 num_empty = num_empty + 1 if content == b"" else 0
                 if num_empty == _HOLE_ROWS:
                     raise UsageError(
-                        f"{self.name} has images of 0 bytes in row {row + 2 - num_empty:,} and the next "
+                        f"{self.name} has images of 0 bytes in row {num_rows - num_empty + 1:,} and the next "
                         f"{num_empty - 1}, as if zeros stood in place of its content: check the file, or leave these "
                         "rows out."
                     )
-                if content:
-                    # Labels that mean "no label", such as -1, are left to the caller.
-                    if classes and text and text not in _NO_LABELS:
-                        if not text.isdecimal() or int(text) >= len(classes):
-                            raise UsageError(
-                                f"{self.name} has the label {text}, and names of "
-                                f"{format_count(len(classes), 'class')}; correct it."
-                            )
-                        text = classes[int(text)]
-                    yield ArchivedImage(with_suffix(keys[row], content), content, text or "", part or "")
-                else:
+                if not content:
                     self.left_out["rows without the bytes of an image"] += 1
-                row += 1
+                    continue
+
+                # Labels that mean "no label", such as -1, stay: read() counts them.
+                if classes and label and label not in _NO_LABELS:
+                    if not label.isdecimal() or int(label) >= len(classes):
+                        raise UsageError(
+                            f"{self.name} has the label {label}, and names of "
+                            f"{format_count(len(classes), 'class')}; correct it."
+                        )
+                    label = classes[int(label)]
+                yield ArchivedImage(with_suffix(key, content), content, label or "", split or "")
+
+    def _check_types(self, schema: pa.Schema, image_column: str, label_column: str) -> None:
+        """Raise UsageError unless images are bytes, or structs with bytes, and labels single values."""
+        content_type = schema.field(image_column).type
+        if pa.types.is_struct(content_type) and content_type.get_field_index("bytes") >= 0:
+            content_type = content_type.field("bytes").type
+        if content_type not in (pa.binary(), pa.large_binary(), pa.binary_view()):
+            wrong = schema.field(image_column)
+            expected = "the bytes of image files are expected; write those into it, or use files with --labels"
+        elif pa.types.is_nested(schema.field(label_column).type):
+            wrong = schema.field(label_column)
+            expected = "one class per image is expected; unpack the images, and give --labels"
+        else:
+            return
+        raise UsageError(f"The column {wrong.name!r} of {self.name} holds values of type {wrong.type}, and {expected}.")
 
     def _column(self, names: Sequence[str], usual: Sequence[str], name: str | None, content: str, advice: str) -> str:
-        """Return the column called ``name``, or with a ``usual`` name. Raise UsageError unless there is exactly one."""
+        """Return the column called ``name``; without a name, the one with the first of the ``usual`` names that occurs.
+
+        If other columns have usual names, too, ``choices`` gets a sentence about it. Raises UsageError if there is no
+        such column, or several have the same name. ``content`` is what the column holds, and ``advice`` what to do if
+        there is none, both for messages.
+        """
         column = find_column(names, name, usual)
         if column is None:
             raise UsageError(
@@ -182,7 +200,10 @@ class Archive:
         return column
 
     def _keys(self, parquet: pq.ParquetFile, image: str) -> list[str]:
-        """Return the key of each row: from the column of keys, else the path in the image's struct, else its number."""
+        """Return the key of each row: from the column of keys, else the path in the image's struct, else its number.
+
+        A row whose key is empty has its number. Raises UsageError if the column that --key-column names is not there.
+        """
         schema = parquet.schema_arrow
         if self.columns.key is not None:
             column = self._column(schema.names, (), self.columns.key, "keys", "name it with --key-column")
@@ -203,8 +224,8 @@ class Archive:
                 ) from None
 
         # Paths are the keys only if every image has one of its own, which nothing in Parquet ensures.
-        type = schema.field(image).type
-        if not pa.types.is_struct(type) or type.get_field_index("path") < 0:
+        image_type = schema.field(image).type
+        if not pa.types.is_struct(image_type) or image_type.get_field_index("path") < 0:
             return numbers
         paths = [(record or {}).get("path") for record in parquet.read([f"{image}.path"])[image].to_pylist()]
         with suppress(pa.ArrowNotImplementedError, pa.ArrowInvalid):
@@ -213,9 +234,10 @@ class Archive:
         return numbers
 
     def _split_column(self, parquet: pq.ParquetFile, label: str) -> str | None:
-        """Return the column of splits: ``split``, or one with texts such as train and test; None if there is none.
+        """Return the column of splits: ``split``, or the first with texts such as train and test; None without one.
 
-        Unlike a label file, an archive may have the rows of one part only.
+        An archive may have the rows of one part only. So a column that says nothing but ``train`` is one of splits,
+        too, while that of a label file must say both training and held-out images.
         """
         schema = parquet.schema_arrow
         if named := find_column(schema.names, None, ("split",)):
@@ -225,15 +247,21 @@ class Archive:
             is_text = column.type in TEXT_TYPES or pa.types.is_dictionary(column.type)
             if column.name in (label, key) or not is_text or schema.names.count(column.name) > 1:
                 continue
-            texts = set(map(str, parquet.read([column.name])[column.name].drop_null().unique().to_pylist())) - {""}
-            if texts and 2 * sum(map(is_part, texts)) >= len(texts) < MOST_SPLITS:
+            # Few different texts may occur, and at least half of them must mean a part.
+            distinct = parquet.read([column.name])[column.name].drop_null().unique().to_pylist()
+            values = set(map(str, distinct)) - {""}
+            num_parts = sum(map(is_part, values))
+            if values and len(values) < MOST_SPLITS and 2 * num_parts >= len(values):
                 return column.name
         return None
 
     # Tars.
 
     def _tar(self, file: IO[bytes]) -> ArchivedImages:
-        """Yield the images of a tar, labelled by a file beside each, or else by their folders."""
+        """Yield the images of a tar, labelled by a file beside each, or else by their folders.
+
+        Raises TarError if the tar is damaged, and UsageError if the images have no labels or doubtful ones.
+        """
         with tarfile.open(fileobj=file, mode="r:*") as tar:
             # Go through all headers first: a tar has no list of its files.
             members: list[tarfile.TarInfo] = []
@@ -243,12 +271,16 @@ class Archive:
                     continue
                 name = PurePosixPath(member.name).name
                 suffixes[_suffix(name)] += 1
-                may_be_label = _suffix(name) in _LABEL_SUFFIXES and not is_hidden(name)
-                is_file = member.isfile() or member.islnk()
-                if reason := "links" if not is_file else None if may_be_label else why_left_out(name):
-                    self.left_out[reason] += 1
+                if not (member.isfile() or member.islnk()):  # a hard link is read like the file that it stands for
+                    reason = "links"
+                elif _suffix(name) in _LABEL_SUFFIXES and not is_hidden(name):
+                    reason = None
                 else:
+                    reason = why_left_out(name)
+                if reason is None:
                     members.append(member)
+                else:
+                    self.left_out[reason] += 1
             _check_end(tar)
 
             # An image and its label file have the same name up to the first dot.
@@ -263,8 +295,11 @@ class Archive:
     def _with_label_files(
         self, tar: tarfile.TarFile, members: list[tarfile.TarInfo], num_images: int
     ) -> ArchivedImages:
-        """Yield the images of a tar of WebDataset that have a label file beside them."""
-        num_alone = 0
+        """Yield the images of a tar of WebDataset that have a label file beside them, and count the others.
+
+        Raises UsageError if a label may belong to any of several images, or none of ``num_images`` images has one.
+        """
+        num_alone = 0  # images without a label
         for _, group in groupby(members, lambda member: _sample_key(member.name)):
             images: dict[str, list[tarfile.TarInfo]] = {}  # by the names without suffix
             labels: dict[str, str] = {}
@@ -276,14 +311,17 @@ class Archive:
                     labels.setdefault(stem, label)
 
             # If a sample has one label, such as 17.cls beside 17.input.jpg and 17.seg.png, it is for the image that
-            # image_suffix names or that is the only JPEG. Otherwise, label and image must have the same name.
+            # image_suffix names or that is the only JPEG: then all images of the sample are candidates for it.
+            # Otherwise, label and image must have the same name.
             if len(labels) == 1 and (self.image_suffix or not images.keys() & labels.keys()):
-                together = [member for members_of_stem in images.values() for member in members_of_stem]
-                if self.image_suffix or self._labelled(together) is not None:
-                    images = dict.fromkeys(labels, together) if together else {}
+                all_images = [member for members_of_stem in images.values() for member in members_of_stem]
+                if self.image_suffix or self._labelled_image(all_images) is not None:
+                    images = dict.fromkeys(labels, all_images) if all_images else {}
+
+            # Take one image for each label. Those that are left have none.
             for stem in [stem for stem in images if stem in labels]:
                 candidates = images.pop(stem)
-                member = self._labelled(candidates)
+                member = self._labelled_image(candidates)
                 if member is None:
                     names = [PurePosixPath(candidate.name).name for candidate in candidates]
                     raise UsageError(
@@ -301,10 +339,11 @@ class Archive:
             )
         self.left_out["images without a label beside them"] += num_alone
 
-    def _labelled(self, candidates: Sequence[tarfile.TarInfo]) -> tarfile.TarInfo | None:
+    def _labelled_image(self, candidates: Sequence[tarfile.TarInfo]) -> tarfile.TarInfo | None:
         """Return the one of several images that their label is meant for; None if that is unclear.
 
-        Without ``image_suffix`` it is the only JPEG: masks and depth maps are never JPEGs, which would change them.
+        It is the one that ``image_suffix`` names. Without a suffix, it is the only image, or else the only JPEG: masks
+        and depth maps are never JPEGs, which would change their values.
         """
         if self.image_suffix is None:
             suffixes = SUFFIXES if len(candidates) == 1 else _JPEG_SUFFIXES
@@ -321,16 +360,20 @@ class Archive:
     def _in_class_folders(
         self, tar: tarfile.TarFile, images: list[tarfile.TarInfo], suffixes: Counter[str]
     ) -> ArchivedImages:
-        """Yield the images of a tar without label files: their folders are the labels."""
-        # Leave out hidden files. A hidden folder that contains the whole tar does not count.
-        named = [(str(PurePosixPath(member.name)).lstrip("/"), member) for member in images]
-        shared = len(posixpath.commonpath([posixpath.dirname(name) for name, _ in named]))  # may be hidden itself
-        reasons = [why_left_out(name[shared:].lstrip("/")) for name, _ in named]
+        """Yield the images of a tar without label files: their folders are the labels.
+
+        Raises UsageError if these are training and held-out images, or in no class folders. ``suffixes`` counts all
+        files of the tar, for the message.
+        """
+        # Leave out hidden files. A folder that all images share may be hidden, so only what is below it is looked at.
+        paths = [str(PurePosixPath(member.name)).lstrip("/") for member in images]
+        shared_folder = posixpath.commonpath([posixpath.dirname(path) for path in paths])
+        reasons = [why_left_out(path.removeprefix(shared_folder).lstrip("/")) for path in paths]
         self.left_out.update(filter(None, reasons))
-        named = [pair for pair, reason in zip(named, reasons, strict=True) if reason is None]
+        kept = [index for index, reason in enumerate(reasons) if reason is None]
 
         # The folders must be classes, and not parts.
-        folders = read_folders([name for name, _ in named], self.name)
+        folders = read_folders([paths[index] for index in kept], self.name)
         if folders.parts is not None:
             first, second, *_ = folders.folder_of.values()
             raise UsageError(
@@ -343,8 +386,8 @@ class Archive:
                 f"{self.name} has neither labels beside its images (.cls, or .json with label or cls) nor class "
                 f"folders, but {files}."
             )
-        for (name, member), label in zip(named, folders.classes, strict=True):
-            yield ArchivedImage(name, _content(tar, member), label)
+        for index, label in zip(kept, folders.classes, strict=True):
+            yield ArchivedImage(paths[index], _content(tar, images[index]), label)
 
 
 def is_archive(path: str) -> bool:
@@ -357,9 +400,10 @@ def is_archive(path: str) -> bool:
 
 
 def visible_path(path: str) -> str:
-    """Return the path of an image as a relative one that leads out of no folder, and whose file will be listed.
+    """Return the path at which an archive's image is written below a folder: one that stays in it and is not hidden.
 
-    Hidden files, those in folders of a system, and those whose name is nothing but a suffix would not be.
+    ``path`` is the key of an image, so it ends in the suffix of one. It may be absolute or contain ``..``, and a
+    listing of the folder would leave out files that are hidden or in a folder of the operating system.
 
     >>> visible_path("/../lost+found/.jpg")
     '_/_lost+found/_.jpg'
@@ -368,14 +412,18 @@ def visible_path(path: str) -> str:
     parts = PurePosixPath(path.replace("\0", "_").lstrip("/")).parts
     *folders, name = (part.lstrip(".") or "_" for part in parts)
     folders = [f"_{folder}" if is_hidden(f"{folder}/{name}") else folder for folder in folders]
+    # A name that is nothing but a suffix, such as ".jpg", has lost its dot above.
     return "/".join([*folders, name if name.lower().endswith(SUFFIXES) else f"_.{name}"])
 
 
 def with_suffix(key: str, content: bytes) -> str:
-    """Return ``key`` with the suffix of an image, found by the first bytes of the content if the key has none."""
+    """Return ``key`` with the suffix of an image: its own, else that of the format in which the content begins.
+
+    An unknown format becomes ``.jpg``: whoever decodes the image reports that it is none.
+    """
     if key.lower().endswith(SUFFIXES):
         return key
-    return key + next((suffix for magic, suffix in _MAGIC.items() if content.startswith(magic)), ".jpg")
+    return key + next((suffix for first, suffix in _SUFFIX_OF_FIRST_BYTES.items() if content.startswith(first)), ".jpg")
 
 
 def _check_end(tar: tarfile.TarFile) -> None:
@@ -402,6 +450,7 @@ def _check_end(tar: tarfile.TarFile) -> None:
 
 
 def _suffix(name: str) -> str:
+    """Return the last suffix of a file's name in lower case: ``.png`` for ``17.seg.PNG``."""
     return PurePosixPath(name).suffix.lower()
 
 
@@ -415,7 +464,7 @@ def _content(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
     """Return the content of a file, or of the one that a hard link names; raise TarError if there is none."""
     try:
         opened = tar.extractfile(member)
-    except KeyError as error:  # of a link
+    except KeyError as error:  # the tar lacks the file that a link names
         raise tarfile.TarError(str(error)) from None
     assert opened is not None
     return opened.read()
@@ -423,12 +472,13 @@ def _content(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
 
 def _tar_label(tar: tarfile.TarFile, member: tarfile.TarInfo) -> str:
     """Return the label in a .cls or .json file; empty if it has none. Raise UsageError for several, or invalid text."""
-    # A .cls file is nothing but the label.
+    # A .cls file is nothing but the label. Bytes that are no UTF-8 must not be replaced by a sign for "unknown": the
+    # classes é and è of another encoding would become the same class.
     content = _content(tar, member)
     if _suffix(member.name) == ".cls":
         try:
             return content.decode("utf-8-sig").strip()
-        except UnicodeDecodeError as error:  # é and è would become one sign, and their classes one
+        except UnicodeDecodeError as error:
             sentence = (
                 f"The label in {member.name!r} is {content[:80]!r}, which is not text in UTF-8; write it in UTF-8."
             )
@@ -445,7 +495,11 @@ def _tar_label(tar: tarfile.TarFile, member: tarfile.TarInfo) -> str:
             "images, and give their classes with --labels and --label-separator."
         )
 
-    # 3.0 is 3, as in label files, and a missing label is empty.
-    if label is None or isinstance(label, bool):
-        return "" if label is None else str(label).lower()
-    return str(int(label) if isinstance(label, float) and label.is_integer() else label)
+    # The values of JSON become the texts that label files have: null is empty, true is "true", and 3.0 is "3".
+    if label is None:
+        return ""
+    if isinstance(label, bool):
+        return str(label).lower()
+    if isinstance(label, float) and label.is_integer():
+        return str(int(label))
+    return str(label)

@@ -31,7 +31,8 @@ class DownloadResult:
 def download(name: str, destination: str, console: Console | None = None) -> DownloadResult:
     """Download a data set into the new folder ``destination``.
 
-    After a failure, archives that have arrived whole are not downloaded again.
+    After a failure, a second call does not download archives again that have arrived whole. ``console`` shows the
+    progress bar; by default standard error.
 
     ``cifar10`` becomes ``train/<class>/`` and ``test/<class>/``, 60,000 PNG images 32×32 (torchvision's ``CIFAR10``).
     ``flowers`` becomes ``<class>/``, 3,670 JPEG photographs of five classes, with its LICENSE.txt (the data set of
@@ -40,6 +41,8 @@ def download(name: str, destination: str, console: Console | None = None) -> Dow
     Raises:
         UsageError: there is no data set of this name, or ``destination`` is not an empty or new folder.
         StorageError: the download fails, or its checksum is wrong.
+
+    Example: ``download("flowers", "photos").num_images``
     """
     if name not in _DOWNLOADERS:
         raise UsageError(f"There is no data set {name!r}; choose {' or '.join(_DOWNLOADERS)}.")
@@ -83,7 +86,7 @@ def _download_cifar10(temp_folder: Path, console: Console) -> Path:
 
 
 def _download_flowers(temp_folder: Path, console: Console) -> Path:
-    """Download and unpack the photographs; return the folder of the images."""
+    """Download and unpack the photographs of flowers; return the folder of the images."""
     from torchvision.datasets.utils import download_and_extract_archive
 
     download_and_extract_archive(FLOWERS_URL, temp_folder, md5=FLOWERS_MD5)

@@ -39,7 +39,8 @@ _NUM_THREADS = 4  # few, because each uses all request threads of the store
 _NUM_SHRUNK_AT_ONCE = 64  # images
 T = TypeVar("T")
 R = TypeVar("R")
-_ReadFiles = Callable[[Manifest], "list[bytes]"]  # of the images of a manifest, in its order
+_ReadFiles = Callable[[Manifest], "list[bytes]"]
+"""Returns the files of the images of a manifest, in its order."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class PackResult:
     num_images: int
     num_classes: int
     num_shards: int
-    num_bytes: int  # of all images
+    num_bytes: int  # of the files of all images
     num_written: int  # shards written this time
     digest: str  # of keys, labels, sizes and shards (see :attr:`Manifest.digest`)
 
@@ -77,8 +78,8 @@ def pack(
 ) -> PackResult:
     """Copy labelled images into packed shards below ``destination``, which ``--data`` accepts instead of ``source``.
 
-    Each shard is read back after it is written, and its name has a checksum of its content, which whoever reads it
-    compares. A shard that is already there and whole is not written again, so that interrupted packing can be resumed.
+    Each shard is read back after it is written. Its name has a checksum of its content, which a run compares with what
+    it reads. A shard that is already there and whole is not written again, so that interrupted packing can be resumed.
     The index is written last; without it, nothing counts as packed.
 
     Args:
@@ -89,9 +90,9 @@ def pack(
         labels: a label file; by default ``metadata.csv``, ``.jsonl`` or ``.parquet`` beside the images, else their
             folders are the labels.
         key_column: column with the path of each image; by default ``key``, ``path``, ``file_name``, ``filename``,
-            ``file`` or ``image``. A row of a Ray dataset without one is called by its content.
-        label_column: column with the class; by default ``label``, ``class``, ``target`` or ``category``. Several hold 0
-            and 1.
+            ``file`` or ``image``. Without one, the key of a row of a Ray dataset is a digest of its image and label.
+        label_column: column with the class; by default ``label``, ``class``, ``target`` or ``category``. Several are
+            one column for each class, which says with 0 or 1 whether an image has it.
         label_separator: separates the classes of an image that may have several, as in ``cat|dog``.
         label_pattern: a regular expression whose group ``label`` is the class in the name of a file.
         split: the value of the column ``split`` whose images are packed.
@@ -99,7 +100,7 @@ def pack(
         image_suffix: which image of a WebDataset sample with several is packed, such as ``png``; by default the JPEG.
         shorter_side: larger images become JPEGs whose shorter side has this many pixels; by default they stay as they
             are. The smaller files lie in a temporary folder of this machine meanwhile.
-        quality: of the JPEGs that ``shorter_side`` makes, 1 to 100.
+        quality: the JPEG quality of images that ``shorter_side`` makes smaller, 1 to 100.
         console: shows the progress bar; by default standard error.
 
     Raises:
@@ -114,7 +115,7 @@ def pack(
         raytrain.pack(dataset, "s3://photos/birds-packed")
     """
     # Check the options before anything is listed.
-    if shorter_side is not None and not (shorter_side > 0 < quality <= 100):
+    if shorter_side is not None and (shorter_side < 1 or not 1 <= quality <= 100):
         raise UsageError(
             f"--shorter-side is {shorter_side} and --quality {quality}; the first must be at least 1, the second 1 to "
             "100."
@@ -160,7 +161,7 @@ def pack(
         packed_store.check_writable()
         _refuse_other_images(packed_store)
 
-        # Shrunk images are first written to this machine; others are fetched when their shard is written.
+        # With a shorter side, all images are first written to this machine. Otherwise, they are fetched shard by shard.
         read = partial(_fetch_unchanged, images_store)
         if shorter_side is not None:
             shrinking = Shrinking(shorter_side, quality)
@@ -201,7 +202,10 @@ def _refuse_other_images(destination: Store) -> None:
 def _shrink_images(
     read: _ReadFiles, images: Manifest, shrinking: Shrinking, folder: Path, console: Console
 ) -> tuple[_ReadFiles, Manifest]:
-    """Write smaller files of the images into ``folder``; return how to read these, and the images with their sizes."""
+    """Write smaller files of the images into ``folder``, which ``read`` fetches, several threads at a time.
+
+    Returns the function that reads the smaller files, and the manifest of the images with their sizes.
+    """
 
     def file(key: str) -> Path:
         return folder / hashlib.sha256(key.encode()).hexdigest()  # a key may lead out of the folder
@@ -223,12 +227,15 @@ def _shrink_images(
 
 
 def _shrink_file(data: bytes, shrinking: Shrinking) -> bytes:
-    """Return the file of a smaller image; ``data`` itself if it cannot be decoded, or would not become smaller."""
+    """Return the file of a smaller JPEG of the image in the file ``data``, or ``data`` itself.
+
+    The file stays as it is if its shorter side is short enough, the JPEG would have more bytes, or it is no image.
+    """
     from PIL import Image
 
     try:
         pixels = shrink(data, shrinking.shorter_side)
-    except BadImage:  # reported when a run reads it
+    except BadImage:  # a run that reads the packed file reports that
         return data
     if pixels is None:
         return data
@@ -242,8 +249,12 @@ def _shrink_file(data: bytes, shrinking: Shrinking) -> bytes:
 def _write_missing(
     read: _ReadFiles, packed_store: Store, shards: Sequence[Manifest], console: Console
 ) -> tuple[list[str], int]:
-    """Write the shards that are missing or damaged; return the paths of all shards, and the number written."""
-    existing: dict[str, list[str]] = {}  # by the part of a path that does not depend on the content
+    """Write the shards that are missing or damaged; return the paths of all shards, and the number written.
+
+    Raises StorageError if what is read back is not what was written.
+    """
+    # A path is the shard's number, a dash and a checksum: of one number there may be several, from other images.
+    existing: dict[str, list[str]] = {}
     for stored in packed_store.list("shards"):
         existing.setdefault(stored.path.partition("-")[0], []).append(stored.path)
 
@@ -264,18 +275,24 @@ def _write_missing(
 
 
 def _in_threads(function: Callable[[T], R], items: Sequence[T], description: str, console: Console) -> list[R]:
-    """Call ``function`` for each item in a few threads, and show a progress bar; return the results in order."""
+    """Call ``function`` for each item in a few threads, and show a progress bar; return the results in order.
+
+    The first exception of a call is raised, and no further calls are begun.
+    """
     pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="pack")
     try:
         return list(
             track(pool.map(function, items), description, total=len(items), console=console, disable=console.is_jupyter)
         )
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)  # so that Ctrl-C ends it at once
+        pool.shutdown(wait=False, cancel_futures=True)  # so that Ctrl-C does not wait for the calls that are left
 
 
 def _fetch_unchanged(store: Store, images: Manifest) -> list[bytes]:
-    """Return the files of ``images``, in their order. Raise StorageError if one is gone or has another size now."""
+    """Return the files of ``images``, in their order.
+
+    Raises StorageError if one is gone, has another size than when it was listed, or cannot be read.
+    """
     keys: list[str] = images.keys.to_pylist()
     contents: list[bytes] = []
     for key, size_bytes, data in zip(keys, images.sizes_bytes, store.get_many(keys), strict=True):

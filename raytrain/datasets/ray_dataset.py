@@ -20,11 +20,11 @@ from raytrain.errors import UsageError
 RAY_DATASET = "ray.data.Dataset"
 _ROWS_AT_A_TIME = 64
 _NUM_THREADS = 4
-_Columns = Mapping[str, npt.NDArray[Any]]
+_Columns = Mapping[str, npt.NDArray[Any]]  # of a few rows, by name
 
 
 class Rows(Protocol):
-    """The interface of a ``ray.data.Dataset`` that is used here, where Ray is not imported."""
+    """The part of a ``ray.data.Dataset``'s interface that is used here, where Ray is not imported."""
 
     def iter_batches(self, *, batch_size: int, batch_format: str) -> Iterable[Any]: ...
 
@@ -45,8 +45,8 @@ class RayDatasetRows(Archive):
     """
 
     def _images(self, source: Any) -> ArchivedImages:
-        """Yield the images of the rows of ``source``; pixels become PNG files, without loss."""
-        num_of_name: dict[str, int] = {}
+        """Yield the images of the rows of ``source``; pixels become PNG files, without loss. Count rows without one."""
+        num_of_digest: dict[str, int] = {}  # rows so far with this digest of image and label
         with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="pack") as pool:
             for batch in self._batches(source):
                 # Encode the images in threads, while the other columns are made texts.
@@ -55,19 +55,19 @@ class RayDatasetRows(Archive):
                 files = pool.map(_as_file, contents)
                 labels = self._texts(batch, label)
                 splits = [""] * len(labels) if split is None else self._texts(batch, split)
-                keys = None if key is None else self._texts(batch, key)
-                for row, (file, text, part) in enumerate(zip(files, labels, splits, strict=True)):
+                keys = [""] * len(labels) if key is None else self._texts(batch, key)
+                for file, label_text, split_text, key_text in zip(files, labels, splits, keys, strict=True):
                     if not file:
                         self.left_out["rows without the bytes of an image"] += 1
                         continue
-                    if keys is not None and keys[row]:
-                        name = keys[row]
-                    else:
-                        # Equal rows are separate images, whichever order they come in.
-                        name = hashlib.sha256(file + b"\0" + text.encode()).hexdigest()[:32]
-                        num_of_name[name] = num_of_name.get(name, 0) + 1
-                        name += f"-{num_of_name[name]}" if num_of_name[name] > 1 else ""
-                    yield ArchivedImage(with_suffix(name, file), file, text, part)
+
+                    # A row without a key is named by its content. Equal rows are images of their own, so from the
+                    # second one on their names end in a number: in any order, the same rows have the same names.
+                    if not key_text:
+                        digest = hashlib.sha256(file + b"\0" + label_text.encode()).hexdigest()[:32]
+                        num_of_digest[digest] = num_of_digest.get(digest, 0) + 1
+                        key_text = digest if num_of_digest[digest] == 1 else f"{digest}-{num_of_digest[digest]}"
+                    yield ArchivedImage(with_suffix(key_text, file), file, label_text, split_text)
 
     def _batches(self, source: Rows) -> Iterator[_Columns]:
         """Yield the rows, a few at a time, as NumPy columns. Raise UsageError if Ray raises an exception."""
@@ -79,7 +79,10 @@ class RayDatasetRows(Archive):
             raise UsageError(f"The rows of the {self.name} cannot be read ({root_cause(error)}).") from error
 
     def _columns_of(self, batch: _Columns) -> tuple[str, str, str | None, str | None]:
-        """Return the names of the columns of images and labels, and, if there are any, of keys and splits."""
+        """Return the names of the columns of images and labels, and, if there are any, of keys and splits.
+
+        Raises UsageError if a column that is needed is not there.
+        """
         names = list(batch)
         image = self._column(names, IMAGE_COLUMNS, None, "images", "rename the right one to image")
         label_name = next(iter(self.columns.label), None)
@@ -91,15 +94,21 @@ class RayDatasetRows(Archive):
         return image, label, key, find_column(names, None, ("split",))
 
     def _content(self, column: str, value: Any) -> bytes | npt.NDArray[np.uint8]:
-        """Return the file or the pixels in a row; empty bytes if it has neither. Raise UsageError for other values."""
+        """Return the file or the pixels in a row, (H, W) if these are grey; empty bytes if it has neither.
+
+        Raises UsageError for other values. ``column`` names the column in it.
+        """
+        # Datasets of Hugging Face have the bytes in a dictionary; pandas writes a missing value as NaN.
         if isinstance(value, dict):
-            value = value.get("bytes")  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]  # as Hugging Face has them
+            value = value.get("bytes")  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
         if value is None or (isinstance(value, (float, np.floating)) and math.isnan(value)):
             return b""
+
+        # Pillow takes uint8 pixels of 1, 3 or 4 channels, and a single channel without an axis of its own.
         if isinstance(value, bytes):
             return value
         if isinstance(value, np.ndarray):
-            if not value.size:  # such as a part that was cut out of nothing
+            if not value.size:  # an image without pixels counts as missing
                 return b""
             if value.dtype == np.uint8 and (value.ndim == 2 or (value.ndim == 3 and value.shape[2] in (1, 3, 4))):
                 return value.squeeze(axis=2) if value.shape[2:] == (1,) else value
@@ -113,7 +122,7 @@ class RayDatasetRows(Archive):
         )
 
     def _texts(self, batch: _Columns, column: str) -> list[str]:
-        """Return a ``column`` as texts; missing values are empty. Raise UsageError for lists and mixed types."""
+        """Return a column as texts; missing values are empty. Raise UsageError for lists and mixed types."""
         values: Any = batch[column]
         try:
             if values.ndim != 1:

@@ -64,10 +64,14 @@ class Labelling:
 
 @contextmanager
 def labelled_source(source: str | Rows, labels: Labelling) -> Iterator[tuple[Store, Manifest]]:
-    """Yield the store and the manifest of labelled images; archives are unpacked into a temporary folder meanwhile.
+    """Yield the store and the manifest of the labelled images of ``source``, which may be used until the block ends.
 
-    ``source`` is a folder or ``s3://`` prefix of images or of archives, one archive, or a pattern of several, with
-    ``*``; or a ``ray.data.Dataset``, whose rows are written into a temporary folder, too.
+    ``source`` is a folder or a bucket's URL of images or of archives, one archive, or a pattern of several, with ``*``;
+    or a ``ray.data.Dataset``. Archives and the rows of a dataset are unpacked into a temporary folder, which is removed
+    at the end.
+
+    Raises UsageError if there are no labelled images, or ``labels`` does not fit the source, and StorageError if
+    something cannot be read.
     """
     # The rows of a Ray dataset are read like an archive.
     opened: Sequence[_OpenedArchive]
@@ -99,7 +103,7 @@ def labelled_source(source: str | Rows, labels: Labelling) -> Iterator[tuple[Sto
             yield store, _label_by_table(images, table, labels)
         return
 
-    # Images in folders are labelled by a pattern, a label file, or their folders.
+    # Images in folders are labelled by a pattern, a label file that is given or lies beside them, or their folders.
     store = open_store(source)
     if labels.pattern is not None:
         table = table_by_pattern(store, labels.pattern, labels.columns, labels.max_bad_fraction)
@@ -119,7 +123,11 @@ def labelled_source(source: str | Rows, labels: Labelling) -> Iterator[tuple[Sto
 
 
 def _label_by_table(images: Manifest, table: LabelTable, labels: Labelling) -> Manifest:
-    """Return the images labelled by ``table``. Shards contain the labels, so the manifest forgets the table."""
+    """Return the images that ``table`` labels, of the split that ``labels`` names if there are several.
+
+    The manifest has no digest of the table, since the shards will contain the labels. Raises UsageError if the split to
+    pack is not named or not there, or too many rows have no image.
+    """
     # A shard has one label for each image, so several classes are joined into one text.
     are_joined = table.classes is not None
     if are_joined:
@@ -147,15 +155,19 @@ def _label_by_table(images: Manifest, table: LabelTable, labels: Labelling) -> M
 
 
 def _archives(source: str, label_file: str) -> Sequence[str]:
-    """Return the sorted Parquet files and tars that ``source`` names or contains.
+    """Return the sorted Parquet files and tars that ``source`` names or contains; none if it is a folder of images.
 
     They are directly in a folder, or in its folder ``data``, as in repositories of Hugging Face's hub. Hidden files and
-    one called ``label_file`` do not count. Raises UsageError if there are archives of training and of held-out images.
+    one called ``label_file`` do not count, and the Parquet files of packed shards are no archives.
+
+    Raises UsageError if ``source`` is a file of another kind, a pattern that no archive matches, or has archives both
+    of training and of held-out images; StorageError if it cannot be listed.
     """
-    # A pattern names archives itself, and so does the name of one.
+    # A pattern names archives. In a bucket, our own store looks first whether its folder can be listed: s3fs has no
+    # sentence for a wrong bucket or credentials, and takes a listing that breaks off for a short one.
     files = _filesystem(source)
     if "*" in source:
-        if "://" in source:  # for its sentences: s3fs has none, and does not notice a listing that breaks off
+        if "://" in source:
             open_store(source.partition("*")[0].rpartition("/")[0]).check_readable()
         with _explained(source):
             archives = _archives_among(cast("dict[str, Any]", files.glob(source, detail=True)).values())
@@ -163,8 +175,10 @@ def _archives(source: str, label_file: str) -> Sequence[str]:
             raise UsageError(f"No file that ends in {', '.join(ARCHIVE_SUFFIXES)} matches {source}; check the path.")
         _refuse_splits(source, archives)
         return archives
+
+    # The name of an archive may be that of a folder, too: Spark writes photos.parquet/part-0.parquet. In a bucket, the
+    # store is asked for the object first, since its errors say what is wrong with the bucket or the credentials.
     if is_archive(source.rstrip("/")) and "://" in source:
-        # Spark writes folders of such names. The store's errors name problems with credentials or the bucket.
         archive = source.rstrip("/")
         folder, _, name = archive.rpartition("/")
         if open_store(folder).exists(name) or not files.isdir(archive):
@@ -172,10 +186,10 @@ def _archives(source: str, label_file: str) -> Sequence[str]:
     elif not os.path.isdir(source):
         if is_archive(source):
             return [source]
-        refuse_file(source)
+        refuse_file(source)  # returns for a bucket's URL, and for a missing folder, which is reported below
     open_store(source).check_readable()
 
-    # The Parquet files in a folder of packed shards are no archives.
+    # List the folder. The Parquet files beside an index of packed shards are no archives.
     folder = source
     try:
         listed = files.ls(folder, detail=True)
@@ -186,25 +200,27 @@ def _archives(source: str, label_file: str) -> Sequence[str]:
         return []
     archives = _archives_among(entry for name, entry in entries.items() if name not in {*METADATA, label_file})
 
-    # In a repository, the archives are in "data", beside descriptions and hidden files.
-    beside = [
+    # Without archives, a repository of Hugging Face has them in "data". It is one if that folder is alone, or beside
+    # descriptions or hidden files; a folder "data" beside nothing but other folders may be a class.
+    others = [
         name
         for name in entries
         if not is_archive(name) and not name.endswith(_DESCRIPTION_SUFFIXES) and not is_hidden(name)
     ]
-    is_repository = "data" in beside and (len(beside) == 1 or len(beside) < len(entries))
+    has_descriptions = len(others) < len(entries)
+    is_repository = "data" in others and (others == ["data"] or has_descriptions)
     if not archives and is_repository and entries["data"]["type"] == "directory":
         archives = _archives_among(files.ls(entries["data"]["name"], detail=True))
         folder = f"{folder.rstrip('/')}/data"
-    elif archives and beside:
-        _log.warning("Left out of %s: %s that are no archives, such as %s.", folder, f"{len(beside):,}", min(beside))
+    elif archives and others:
+        _log.warning("Left out of %s: %s that are no archives, such as %s.", folder, f"{len(others):,}", min(others))
     _refuse_splits(folder, archives)
     return archives
 
 
 @contextmanager
 def _explained(path: str) -> Iterator[None]:
-    """Raise UsageError if the archive ``path`` is not there, and StorageError if it cannot be read."""
+    """Raise UsageError if the block finds no archive ``path``, and StorageError if it cannot read it."""
     try:
         yield
     except FileNotFoundError:
@@ -214,14 +230,14 @@ def _explained(path: str) -> Iterator[None]:
 
 
 def _archives_among(entries: Iterable[dict[str, Any]]) -> list[str]:
-    """Return the sorted paths of the archives among the entries of a folder."""
+    """Return the sorted paths of the archives among the entries of a folder, which fsspec has listed in detail."""
     files = (str(entry["name"]) for entry in entries if entry["type"] == "file")
     # A Mac writes a file ._0.tar beside 0.tar on disks of other systems.
     return sorted(path for path in files if is_archive(path) and not is_hidden(posixpath.basename(path)))
 
 
 def _refuse_splits(source: str, archives: Sequence[str]) -> None:
-    """Raise UsageError if the names say that some archives are of training images and some of others."""
+    """Raise UsageError if words in the archives' names say that some have training and some held-out images."""
     words = {word for path in archives for word in re.split(r"[-_.]", path.rpartition("/")[2])}
     if any(map(is_training, words)) and any(map(is_held_out, words)):
         raise UsageError(
@@ -237,13 +253,14 @@ _OpenedArchive = tuple[str, Archive, AbstractContextManager[Any]]
 def _open_archives(source: str, archives: Sequence[str], labels: Labelling) -> list[_OpenedArchive]:
     """Return each archive with a folder for its images and the context that opens its file.
 
-    The folder has the archive's name, with as much of its path as makes it unique.
+    The folder is called like the archive, without its suffix. If two archives have the same name, the folders that they
+    do not share come before it: ``a/0.tar`` and ``b/0.tar`` are unpacked into ``a/0`` and ``b/0``.
     """
-    names = [re.sub(r"(?i)(\.tar)?\.[a-z]+$", "", path) for path in archives]
-    prefixes = [name.rpartition("/")[2] for name in names]
-    if len(set(prefixes)) < len(prefixes):
-        shared = len(os.path.commonpath([os.path.dirname(name) for name in names]))
-        prefixes = [name[shared:].strip("/") for name in names]
+    paths = [re.sub(r"(?i)(\.tar)?\.[a-z]+$", "", path) for path in archives]
+    folders = [path.rpartition("/")[2] for path in paths]
+    if len(set(folders)) < len(folders):
+        shared_folder = os.path.commonpath([os.path.dirname(path) for path in paths])
+        folders = [path.removeprefix(shared_folder).strip("/") for path in paths]
     files = _filesystem(source) if archives else None
 
     @contextmanager
@@ -253,13 +270,18 @@ def _open_archives(source: str, archives: Sequence[str], labels: Labelling) -> l
             yield cast(IO[bytes], file)
 
     readers = [Archive(path, labels.columns, labels.image_suffix) for path in archives]
-    return list(zip(prefixes, readers, map(opened, archives), strict=True))
+    return list(zip(folders, readers, map(opened, archives), strict=True))
 
 
 def _unpack(source: str, opened: Sequence[_OpenedArchive], folder: Path) -> LabelTable:
-    """Write the images of all archives below ``folder``, and return the table of their labels."""
-    label_of: dict[str, tuple[str, str]] = {}  # label and split of each image, by its key
-    # An archive whose labels are all numbers (True) or all names (False), and one of these labels.
+    """Write the images of all archives below ``folder``, and return the table of their labels and splits.
+
+    Logs what was left out and chosen. Raises UsageError if two images have the same key, the labels of one archive are
+    numbers and those of another names, or there is no labelled image.
+    """
+    label_and_split_of: dict[str, tuple[str, str]] = {}  # by key
+    # The first archive whose labels are all numbers (True) and the first whose labels are all names (False), each with
+    # one of its labels.
     examples: dict[bool, tuple[str, str]] = {}
     repeated: list[str] = []
     left_out: Counter[str] = Counter()
@@ -272,10 +294,10 @@ def _unpack(source: str, opened: Sequence[_OpenedArchive], folder: Path) -> Labe
         with opening as content:
             for image in archive.read(content):
                 key = visible_path(f"{prefix}/{image.key}")
-                if key in label_of:
+                if key in label_and_split_of:
                     repeated.append(image.key)
                     continue
-                label_of[key] = image.label, image.split
+                label_and_split_of[key] = image.label, image.split
                 labels_of_archive.add(image.label)
                 _write(folder / key, image, name)
         left_out += archive.left_out
@@ -301,18 +323,26 @@ def _unpack(source: str, opened: Sequence[_OpenedArchive], folder: Path) -> Labe
         _log.warning("In %s, %s.", source, choice)
     if reasons := lost_files(left_out):
         _log.warning("Left out of %s: %s.", source, reasons)
-    if not label_of:
+    if not label_and_split_of:
         after_it = f" and the {format_count(len(opened) - 1, 'file')} after it" if len(opened) > 1 else ""
         raise UsageError(f"There are no labelled images in {opened[0][1].name}{after_it}.")
-    keys = sorted(label_of, key=comparable_key)
-    labels, splits = zip(*(label_of[key] for key in keys), strict=True)
-    columns_of_table = list(map(comparable_key, keys)), plain_booleans(labels), splits, [""] * len(keys)
-    keys_of_table, labels_of_table, splits_of_table, groups = (np.array(texts, object) for texts in columns_of_table)
-    return LabelTable(source, keys_of_table, labels_of_table, splits_of_table, groups)
+    keys = sorted(label_and_split_of, key=comparable_key)
+    labels, splits = zip(*(label_and_split_of[key] for key in keys), strict=True)
+    return LabelTable(
+        source,
+        keys=np.array(list(map(comparable_key, keys)), object),
+        labels=np.array(plain_booleans(labels), object),
+        splits=np.array(splits, object),
+        groups=np.array([""] * len(keys), object),
+    )
 
 
 def _write(file: Path, image: ArchivedImage, archive: str) -> None:
-    """Write an image to a file. Raise UsageError if no file can have its name."""
+    """Write an image of ``archive`` to a file, whose modification time stands for its content.
+
+    Raises UsageError if no file can have its name, or another image has taken the place, and StorageError if the disk
+    cannot be written.
+    """
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(image.content)

@@ -22,7 +22,7 @@ from raytrain.storage.store import Store, StoredObject
 T = TypeVar("T")
 
 _log = logging.getLogger("raytrain")
-_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+_CONTROL_CHARACTER = re.compile(r"[\x00-\x1f\x7f]")
 _MAX_QUEUED = 4096  # files that wait for a thread, of perhaps millions
 
 
@@ -41,6 +41,7 @@ def upload(folder: str, url: str, console: Console | None = None) -> UploadResul
     """Copy the files below ``folder`` to ``url`` under the same names, except hidden files, and show a progress bar.
 
     A file that is already there with the same content is not sent again, so that an interrupted upload can be resumed.
+    ``console`` shows the progress bar; by default standard error.
 
     Raises:
         UsageError: ``url`` is not that of a bucket, there is no file to copy, or a link leads out of the folder.
@@ -61,7 +62,7 @@ def upload(folder: str, url: str, console: Console | None = None) -> UploadResul
     paths = sorted(sizes_bytes)
     if not paths:
         raise UsageError(f"There are no files in {source.url}; give the folder that contains the images.")
-    if unusable := [path for path in paths if _CONTROL.search(path)]:
+    if unusable := [path for path in paths if _CONTROL_CHARACTER.search(path)]:
         raise UsageError(
             f"{len(unusable):,} of {len(paths):,} files in {source.url} have names that a bucket cannot have, "
             f"such as {unusable[0]!r}; rename them."
@@ -69,7 +70,7 @@ def upload(folder: str, url: str, console: Console | None = None) -> UploadResul
     refuse_links_out(source, paths)
     target.check_writable()
 
-    # Send what the bucket lacks; objects with the same content stay.
+    # Send what the bucket lacks; objects with the same content stay. ``send`` returns whether it has sent a file.
     listed = {stored.path: stored for stored in target.list()}
 
     def send(path: str) -> bool:
@@ -97,7 +98,10 @@ def upload(folder: str, url: str, console: Console | None = None) -> UploadResul
 
 
 def _has_content(target: Store, path: str, data: bytes, listed: Mapping[str, StoredObject]) -> bool:
-    """Return True if the object's content is ``data``: by its ETag if that is an MD5, else by fetching the object."""
+    """Return True if the object's content is ``data``: by its ETag if that is an MD5, else by fetching the object.
+
+    ``listed`` has the objects of the bucket by path.
+    """
     stored = listed.get(path)
     if stored is None or stored.size_bytes != len(data):
         return False
