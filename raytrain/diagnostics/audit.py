@@ -24,7 +24,7 @@ from raytrain.storage.store import Store
 
 @dataclass(frozen=True)
 class EpochAudit:
-    """Use of the samples in the traced steps of one epoch. ``epoch`` is counted from 1."""
+    """How the samples were used in the traced steps of one epoch. ``epoch`` is counted from 1."""
 
     epoch: int
     planned: int  # draws in these steps by the plan: one per sample, or more with balanced sampling
@@ -62,7 +62,7 @@ class AuditResult:
 def audit(run: str, *, storage: Location = "./runs") -> AuditResult:
     """Compare the trace of a run that was trained with ``--trace`` with the run's batch plan.
 
-    Raises UsageError if there is no such run, or it has no trace.
+    Raises UsageError if there is no such run, or it has no trace, and StorageError if its documents cannot be read.
 
     Example: ``raytrain.audit("first").clean``
     """
@@ -122,13 +122,15 @@ def _audit_epoch(
     planned_in = np.repeat(np.arange(first, last + 1), [len(batch) for batch in draws])
     planned = samples_of(np.concatenate(draws), plan.num_samples)
 
-    # Compare how often each sample was used, and in which steps. A pair of step and sample is encoded as one number.
+    # Compare how often each sample was used, and in which steps. A pair of step and sample is encoded as one number,
+    # step * num_samples + sample.
     times_planned = np.bincount(planned, minlength=plan.num_samples)  # (num_samples,)
     times_used = np.bincount(used, minlength=plan.num_samples)
     was_skipped = (times_used == 0) & unreadable
     is_as_planned = np.isin(used_in * plan.num_samples + used, planned_in * plan.num_samples + planned)
 
     def keys_of(samples: npt.NDArray[np.integer]) -> tuple[str, ...]:
+        """Return the key of each of the samples once, in the order of the manifest."""
         return tuple(manifest.keys.take(pa.array(np.unique(samples))).to_pylist())
 
     return EpochAudit(

@@ -13,9 +13,9 @@ from raytrain.diagnostics.network_probe import AllReduce, measure_all_reduce
 from raytrain.diagnostics.node_probe import Node, ProbeRequest, probe_nodes, versions
 from raytrain.errors import UsageError, format_count
 from raytrain.launch.placement import Hardware, Placement, place
+from raytrain.launch.ray import private_api
 from raytrain.launch.ray.connection import Connection
 from raytrain.launch.ray.nodes import cluster_hardware
-from raytrain.launch.ray.private_api import missing
 from raytrain.storage.clouds.s3 import S3
 from raytrain.storage.clouds.s3_credentials import credential_method
 from raytrain.storage.open import open_store
@@ -23,8 +23,8 @@ from raytrain.storage.request_errors import explain
 from raytrain.storage.store import Store
 
 _CLOCK_TOLERANCE_S = 5.0  # a sixth of the time after which a run without a heartbeat loses its claim
-_SPILLS_BELOW = 0.95  # RAY_local_fs_capacity_threshold's default
-_CREDENTIAL_METHODS = {
+_SPILLS_BELOW = 0.95  # used fraction of the disk: the default of RAY_local_fs_capacity_threshold
+_WORD_FOR_METHOD = {  # boto3's names for the steps of AWS's credential chain
     "env": "environment",
     "shared-credentials-file": "profile",
     "config-file": "profile",
@@ -36,7 +36,7 @@ Versions = dict[str, str | None]  # version of each package; None for one that i
 
 @dataclass(frozen=True)
 class Finding:
-    """A problem, and the addresses of the nodes that have it; no addresses if it concerns the whole cluster."""
+    """A problem with what to do, and the addresses of the nodes that have it; none if the whole cluster has it."""
 
     sentence: str
     nodes: tuple[str, ...] = ()
@@ -70,7 +70,11 @@ class DoctorReport:
 
 
 def diagnose(data: str | None, storage: str, address: str | None) -> DoctorReport:
-    """Check whether every node of the cluster at ``address`` can read ``data`` and write to ``storage``.
+    """Check the cluster at ``address``, or this machine, and return all problems that its nodes and it as a whole have.
+
+    Every node tries to read ``data``, if given, to write to ``storage``, and to compute on its GPUs, and reports its
+    versions, drivers, clock and disk. The report also has the workers of ``--workers auto`` and, with several nodes,
+    the bandwidth between them.
 
     Raises UsageError if there is no cluster or a URL is wrong, StorageError if the configuration of a cloud is broken.
 
@@ -79,45 +83,51 @@ def diagnose(data: str | None, storage: str, address: str | None) -> DoctorRepor
     data_store, run_store = open_store(data) if data else None, open_store(storage)
     with Connection(address) as cluster:
         cluster.connect()
-        with _probe_request(data_store, run_store) as (request, no_credentials):
+        with _probe_request(data_store, run_store) as (request, credentials_problem):
             nodes = probe_nodes(request)
         # The bandwidth between nodes can only be measured if all of them have answered.
         num_gpus = [len(node.report.gpus) for node in nodes if node.report is not None]
         all_reduce = measure_all_reduce(num_gpus) if len(num_gpus) == len(nodes) else None
         hardware = cluster_hardware()
 
-    placement, too_small = None, None
+    # Place the workers as `--workers auto` does.
+    placement, placement_problem = None, None
     try:
-        placement = place(recipes.custom(), hardware)  # as `--workers auto` does
+        placement = place(recipes.custom(), hardware)
     except UsageError as error:
-        too_small = str(error)
+        placement_problem = str(error)
 
-    own_versions = versions()
-    cluster_failures = (no_credentials, too_small, all_reduce and all_reduce.problem)
+    # Each check is a sentence about its problem, or None if there is none.
+    driver_versions = versions()
+    cluster_failures = (credentials_problem, placement_problem, all_reduce and all_reduce.problem)
     cluster_warnings = (
         too_few_data_cpus(hardware, placement),
         folder_on_many_nodes(run_store, hardware.num_nodes),
         different_nvidia_drivers(nodes),
-        *missing(),
+        *private_api.missing(),
     )
     return DoctorReport(
         data=data_store and data_store.url,
         storage=run_store.url,
-        versions=own_versions,
+        versions=driver_versions,
         placement=placement,
         nodes=nodes,
         all_reduce=all_reduce,
-        failures=_findings(cluster_failures) + group_by_sentence(nodes, lambda node: node_failures(node, own_versions)),
+        failures=_findings(cluster_failures)
+        + group_by_sentence(nodes, lambda node: node_failures(node, driver_versions)),
         warnings=_findings(cluster_warnings) + group_by_sentence(nodes, node_warnings),
     )
 
 
 @contextmanager
 def _probe_request(data: Store | None, storage: Store) -> Iterator[tuple[ProbeRequest, str | None]]:
-    """Yield the request to the nodes, which lends them this process's credentials, and the reason if it has none."""
+    """Yield the request to the nodes, which lends them this process's credentials, and a sentence if it has none.
+
+    The nodes can borrow the credentials until the block ends.
+    """
     stores = [store for store in (storage, data) if store is not None]
-    in_bucket = next((store for store in stores if store.cloud is not None), None)
-    if in_bucket is None:
+    bucket = next((store for store in stores if store.cloud is not None), None)
+    if bucket is None:
         yield ProbeRequest(data, storage), None
         return
     from raytrain.launch.ray.coordinator import serving_credentials  # imports Ray
@@ -126,15 +136,16 @@ def _probe_request(data: Store | None, storage: Store) -> Iterator[tuple[ProbeRe
         # One word for the step of AWS's credential chain that found the credentials; other clouds do not tell.
         lent_from, problem = "", None
         try:
-            method = credential_method() if isinstance(in_bucket.cloud, S3) else ""
-            lent_from = _CREDENTIAL_METHODS.get(method, "role" if "role" in method else method)
+            method = credential_method() if isinstance(bucket.cloud, S3) else ""
+            lent_from = _WORD_FOR_METHOD.get(method, "role" if "role" in method else method)
         except Exception as error:
-            problem = str(explain(error, in_bucket.url, in_bucket.cloud))
+            problem = str(explain(error, bucket.url, bucket.cloud))
         lent_data, lent_storage = (store and store.with_lent_credentials(served) for store in (data, storage))
         yield ProbeRequest(lent_data, lent_storage, served, lent_from), problem
 
 
 def _findings(sentences: Iterable[str | None]) -> tuple[Finding, ...]:
+    """Return the sentences about the whole cluster as findings, without the Nones."""
     return tuple(Finding(sentence) for sentence in sentences if sentence)
 
 
@@ -148,7 +159,7 @@ def group_by_sentence(nodes: Iterable[Node], sentences: Callable[[Node], Iterato
 
 
 def node_failures(node: Node, driver_versions: Versions) -> Iterator[str]:
-    """Yield sentences on faults that prevent training on a node, or results that are the same on all nodes."""
+    """Yield sentences on faults of a node that prevent training, or make its results differ from other nodes'."""
     yield from node.problems
     if node.report is None:
         return
@@ -207,6 +218,8 @@ def too_few_data_cpus(hardware: Hardware, placement: Placement | None) -> str | 
     """Return a sentence if reading images will hold up training on GPUs, or has no CPU at all."""
     if placement is None:
         return None
+    # A GPU trains faster than one CPU decodes, so each worker needs at least one. Workers that train on CPUs need less
+    # time to decode an image than to train on it: one CPU for all of them keeps the run going.
     left = placement.data_cpus * placement.num_workers
     needed = placement.num_workers if placement.device == "cuda" else 1
     if left > needed - 0.01:  # fractions of CPUs are rounded down

@@ -40,8 +40,8 @@ from raytrain.training.gallery import screen_pixels
 from raytrain.training.mixup import mix_batch
 from raytrain.training.user_transforms import UserTransforms
 
-_MAX_IMAGES = 2048  # of each part
-_BLOCK = 64  # images that are read at once
+_MAX_SAMPLED = 2048  # images of each part that are decoded
+_NUM_READ_AT_ONCE = 64  # images
 _NUM_SHOWN = 40  # images after augmentation
 _MAX_SUSPICIOUS = 100  # images whose labels look wrong
 _SAMPLING_FRACTION = 0.5  # of the time; the rest is for duplicates
@@ -76,8 +76,8 @@ class MinMedianMax(NamedTuple):
 class ImageSample:
     """Formats and sizes of ``images`` random images, and those that cannot be read."""
 
-    images: int
-    formats: dict[str, int]
+    images: int  # number of images that were looked at
+    formats: dict[str, int]  # number of images by format, the most frequent first
     width: MinMedianMax | None  # pixels
     height: MinMedianMax | None
     unreadable: tuple[SkippedImage, ...]
@@ -85,7 +85,7 @@ class ImageSample:
 
 @dataclass(frozen=True, eq=False)
 class FirstImages:
-    """Images after augmentation, with their labels: a class, or, if images are mixed, two with their shares."""
+    """Images after augmentation, with their labels: a class or several, with their shares if images are mixed."""
 
     pixels: Pixels  # (n, H, W, C)
     labels: tuple[str, ...]  # (n,)
@@ -125,16 +125,17 @@ class LookResult:
     suspicious: SuspiciousImages | None = None  # of a run that exists already
 
     def summary(self) -> dict[str, Any]:
-        """Return the result as plain values, without the pixels."""
-        left_out = "title", "first_images", "suspicious"
-        suspicious = vars(self.suspicious) if self.suspicious is not None else {"rows": (), "label_files": {}}
-        return plain(
-            {
-                **{name: value for name, value in vars(self).items() if name not in left_out},
-                "suspicious_labels": suspicious["rows"],
-                "label_files": suspicious["label_files"],
-            }
-        )
+        """Return the result as plain values, without the title and the pixels.
+
+        In place of ``suspicious`` are its rows, as ``suspicious_labels``, and its ``label_files``; both are empty
+        without it.
+        """
+        fields = {**vars(self)}
+        for name in ("title", "first_images", "suspicious"):
+            del fields[name]
+        fields["suspicious_labels"] = () if self.suspicious is None else self.suspicious.rows
+        fields["label_files"] = {} if self.suspicious is None else self.suspicious.label_files
+        return plain(fields)
 
 
 def look_at(config: TrainConfig, *, limit_s: float = 30.0, write_labels: str | None = None) -> LookResult:
@@ -142,8 +143,8 @@ def look_at(config: TrainConfig, *, limit_s: float = 30.0, write_labels: str | N
 
     After ``limit_s`` seconds, no more files are read; the result has the number of those that were. If ``config``
     resumes a run, the result has the training images whose labels look wrong to that run, and ``write_labels`` names a
-    label file to write, .csv or .parquet. Raises UsageError or StorageError if the data cannot be read, or no run could
-    start.
+    label file to write, .csv or .parquet. Raises UsageError or StorageError if the data cannot be read, no run could
+    start, or ``write_labels`` is given and there is no run that ranks its labels.
 
     Example: ``look_at(cifar10(data="s3://bucket/train")).summary()``
     """
@@ -152,7 +153,9 @@ def look_at(config: TrainConfig, *, limit_s: float = 30.0, write_labels: str | N
         raise UsageError(f"--limit-s is {limit_s:g}; it must be at least 0.")
     if write_labels is not None and not config.resume:
         check_can_rank(config, None)
-    name = (config.resume and config.name) or new_name(config.recipe)  # a run that resumes keeps its own images
+
+    # A run that resumes keeps the images in its folder; otherwise a new name stands for the run that could start.
+    name = (config.resume and config.name) or new_name(config.recipe)
     store = run_store(config.storage, name)
     config, data = open_decided(config, store, needs_weights=False)
     suspicious = _suspicious_images(config, store, data, write_labels)
@@ -186,9 +189,10 @@ def look_at(config: TrainConfig, *, limit_s: float = 30.0, write_labels: str | N
 def _suspicious_images(
     config: TrainConfig, store: Store, data: Dataset, write_to: str | None
 ) -> SuspiciousImages | None:
-    """Return the images whose labels look wrong to the run in ``store``; None if it does not rank them.
+    """Return the images whose labels look wrong to the run in ``store``; None if it does not rank its labels.
 
-    Write the label files if ``write_to`` names one; raise UsageError if the run does not rank its labels then.
+    If ``write_to`` names a label file, write it, and those of parts in other folders. Raises UsageError if it does, and
+    the run does not rank its labels.
     """
     ranked = rank_labels(config, store, data) if config.resume else None
     if write_to is not None:
@@ -202,7 +206,7 @@ def _suspicious_images(
 
 
 def sample_images(data: Dataset, seed: int, deadline_s: float) -> ImageSample:
-    """Decode up to 2,048 random images of each part, in another process, until ``deadline_s``."""
+    """Decode up to 2,048 random images of each part, in another process, until ``deadline_s`` of ``time.monotonic``."""
     headers: list[ImageHeader] = []
     unreadable: list[SkippedImage] = []
     # A file may crash a decoder, or make it use all memory; another process keeps that from this one.
@@ -224,19 +228,23 @@ def sample_images(data: Dataset, seed: int, deadline_s: float) -> ImageSample:
 
 
 def _contents(data: Dataset, seed: int, deadline_s: float) -> Iterator[tuple[str, bytes | Exception]]:
-    """Yield the key and the content of random files, a block of each part in turn."""
-    sets = [(store, manifest) for store, manifest, _ in data.parts.values()]
-    orders = [random_order(manifest, seed) for _, manifest in sets]
-    for start in range(0, _MAX_IMAGES, _BLOCK):
+    """Yield the key of random images, and their content or why it cannot be read: some of each part in turn.
+
+    The first ones of each part are read even if ``deadline_s`` has passed.
+    """
+    parts = [(store, manifest) for store, manifest, _ in data.parts.values()]
+    orders = [random_order(manifest, seed) for _, manifest in parts]
+    for start in range(0, _MAX_SAMPLED, _NUM_READ_AT_ONCE):
         if start and time.monotonic() >= deadline_s:
             return
-        for (store, manifest), order in zip(sets, orders, strict=True):
-            block = manifest.select(order[start : start + _BLOCK])
-            yield from zip(block.keys.to_pylist(), read_contents(store, block), strict=True)
+        for (store, manifest), order in zip(parts, orders, strict=True):
+            images = manifest.select(order[start : start + _NUM_READ_AT_ONCE])
+            yield from zip(images.keys.to_pylist(), read_contents(store, images), strict=True)
 
 
 def first_images(config: TrainConfig, data: Dataset, most: int) -> FirstImages:
-    """Return up to ``most`` images from the start of the first global batch, without those that cannot be read."""
+    """Return up to ``most`` images from the start of the first global batch, augmented, without unreadable ones."""
+    # The plan may depend on the number of workers only by a batch size for each; "auto" counts as one worker.
     workers = config.workers if isinstance(config.workers, int) else 1
     resolved = replace(config, worker_load=None).resolve(
         name="look", num_workers=workers, device="cpu", mean=data.mean, std=data.std
@@ -247,7 +255,8 @@ def first_images(config: TrainConfig, data: Dataset, most: int) -> FirstImages:
         batch = _batch(resolved, data, draws[:most])
         return _shown(resolved, batch, data.train.classes, slice(batch.num_used))
 
-    # Each image of a batch is mixed with the one before it, and the first with the last, so the last is read first.
+    # Each image of a global batch is mixed with the one before it, and the first one with the last. So read the last
+    # image, and the first ones after it; the last one itself is not shown.
     draws = np.roll(draws, 1)[: most + 1]
     batch = _batch(resolved, data, draws)
     mixing = {"mixup": config.mixup, "cutmix": config.cutmix, "label_sets": _label_sets(data)}
@@ -256,7 +265,10 @@ def first_images(config: TrainConfig, data: Dataset, most: int) -> FirstImages:
 
 
 def _batch(config: ResolvedConfig, data: Dataset, draws: Int64s) -> Batch:
-    """Read the images of ``draws``, (n,), in a process of its own, and augment them as the first step would."""
+    """Return the images of ``draws``, (n,), without unreadable ones, augmented as in the first step of a run.
+
+    They are decoded in a process of its own, which a file may crash.
+    """
     plan = data.plan(config)
     shape, cropping, _ = data.train_format  # images are decoded here, even with --decoder gpu
     with ImageReader(data.train_store, shape, cropping, isolated=True) as reader:
@@ -265,6 +277,8 @@ def _batch(config: ResolvedConfig, data: Dataset, draws: Int64s) -> Batch:
     images, labels, draws = block.images[readable], block.labels[readable], draws[readable]
     samples = samples_of(draws, plan.num_samples)
     local = LocalBatch(plan.batch(0), images, labels, samples, draws, (len(draws),))
+
+    # Transforms of the user's own replace the crops of raytrain's augmentation.
     users_transforms = load_optional("--transforms", config.transforms)
     if users_transforms is not None:
         local = replace(local, images=UserTransforms(config, users_transforms)(images, draws, epoch=0))
@@ -273,6 +287,7 @@ def _batch(config: ResolvedConfig, data: Dataset, draws: Int64s) -> Batch:
 
 
 def _label_sets(data: Dataset) -> Tensor | None:
+    """Return which classes belong to each label, (K, C); None if a label is a class."""
     return None if data.train.label_sets is None else torch.from_numpy(data.train.label_sets)
 
 

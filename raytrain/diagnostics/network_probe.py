@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 _TIMEOUT_S = 90.0  # torch alone may take 30 s to import
 _MEET_WITHIN = timedelta(seconds=30)
 _WARM_UP_BYTES = 1 << 20
-_BYTES = {"cpu": 16 << 20, "cuda": 256 << 20}
-_ROUNDS = 3
+_TENSOR_BYTES = {"cpu": 16 << 20, "cuda": 256 << 20}  # by device
+_ROUNDS = 3  # of which the fastest counts
 _OPEN_THE_PORTS = (
     "open all TCP ports between the nodes, and if a node has several interfaces, name the right one in "
     "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME there."
@@ -37,7 +37,7 @@ _OPEN_THE_PORTS = (
 
 @dataclass(frozen=True)
 class Interface:
-    """The network interface that has a node's address, and its speed in bits/s, if the driver knows it."""
+    """The network interface that has a node's address, and its speed; None if the interface's driver tells none."""
 
     name: str
     bits_per_s: int | None
@@ -46,7 +46,7 @@ class Interface:
 def interface_of(address: str) -> Interface | None:
     """Return the interface of this machine that has ``address``; None if none has, as behind address translation."""
     for name, addresses in psutil.net_if_addrs().items():
-        if any(known.address == address for known in addresses):
+        if any(own.address == address for own in addresses):
             megabits = psutil.net_if_stats()[name].speed
             return Interface(name, megabits * 10**6 if megabits > 0 else None)
     return None
@@ -56,10 +56,10 @@ def interface_of(address: str) -> Interface | None:
 class AllReduce:
     """Bus bandwidth of an all-reduce over all nodes with ``backend``, or, if it failed, the ``problem``."""
 
-    backend: str
+    backend: str  # nccl or gloo
     num_nodes: int
-    bytes_per_s: float | None = None
-    problem: str | None = None
+    bytes_per_s: float | None = None  # of the slowest node; None if it failed
+    problem: str | None = None  # a sentence that says what to do
 
 
 def measure_all_reduce(num_gpus: Sequence[int]) -> AllReduce | None:
@@ -89,25 +89,31 @@ def _free_port(node: ClusterNode) -> tuple[str, int]:
 
 
 def _start_rank(device: str, node_ids: tuple[str, ...], meet_at: tuple[str, int], node: ClusterNode) -> float:
-    """Return the bandwidth in bytes/s that this node measures, in a process of its own."""
-    words = map(str, (node_ids.index(node.id), len(node_ids), *meet_at, device))
-    output = python_with_all_gpus(["-m", "raytrain.diagnostics.network_probe", *words], _TIMEOUT_S - 5)
+    """Return the bandwidth in bytes/s that this node measures, in a process of its own.
+
+    The node's rank is its position in ``node_ids``; ``meet_at`` is the host and port of rank 0.
+    """
+    arguments = map(str, (node_ids.index(node.id), len(node_ids), *meet_at, device))
+    # The process ends before Ray's task of this node does, so that its own error is reported.
+    output = python_with_all_gpus(["-m", "raytrain.diagnostics.network_probe", *arguments], _TIMEOUT_S - 5)
     return float(output.splitlines()[-1])
 
 
 def _failure(backend: str, num_nodes: int, failed: NodeResult[Any]) -> AllReduce:
+    """Return the result of an all-reduce that did not come about, with the error of the node that ``failed``."""
     problem = f"The nodes could not add up a tensor over the network with {backend} ({failed.error}); {_OPEN_THE_PORTS}"
     return AllReduce(backend, num_nodes, problem=problem)
 
 
-def python_with_all_gpus(words: Sequence[str], timeout_s: float) -> str:
+def python_with_all_gpus(arguments: Sequence[str], timeout_s: float) -> str:
     """Run Python in a process that sees all GPUs, also those that Ray hides from this one; return its output.
 
-    Raises UsageError with the last line of its standard error if it fails.
+    Raises UsageError with the last line of its standard error if it fails, and subprocess.TimeoutExpired, which has
+    ended the process, after ``timeout_s``.
     """
     environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     done = subprocess.run(
-        [sys.executable, *words], env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
+        [sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
     )
     if done.returncode:
         raise UsageError((done.stderr.strip().splitlines() or ["no error message"])[-1].rstrip("."))
@@ -117,8 +123,8 @@ def python_with_all_gpus(words: Sequence[str], timeout_s: float) -> str:
 def all_reduce(rank: int, num_ranks: int, host: str, port: str, device: str) -> float:
     """Meet the other ranks at ``tcp://HOST:PORT``, which rank 0 opens; return the bus bandwidth in bytes/s.
 
-    The bandwidth is defined as in nccl-tests: each of the N ranks of a ring sends 2(N-1)/N times the tensor
-    (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).
+    ``device`` is cuda, with NCCL, or cpu, with gloo. The bandwidth is defined as in nccl-tests: each of the N ranks of
+    a ring sends 2(N-1)/N times the tensor (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).
     """
     import torch
     import torch.distributed as dist
@@ -132,7 +138,7 @@ def all_reduce(rank: int, num_ranks: int, host: str, port: str, device: str) -> 
     )
     try:
         _seconds(torch.ones(_WARM_UP_BYTES // 4, device=device))  # the first all-reduce opens the connections
-        tensor = torch.ones(_BYTES[device] // 4, device=device)
+        tensor = torch.ones(_TENSOR_BYTES[device] // 4, device=device)
         return 2 * (num_ranks - 1) / num_ranks * tensor.nbytes / min(_seconds(tensor) for _ in range(_ROUNDS))
     finally:
         dist.destroy_process_group()

@@ -32,9 +32,9 @@ from raytrain.storage.store import Store
 
 T = TypeVar("T")
 
-_NUM_OBJECTS_READ = 48
+_NUM_OBJECTS_READ = 48  # images or packed shards
 _TORCH_TIMEOUT_S = 60.0
-TIMEOUT_S = 120.0
+TIMEOUT_S = 120.0  # for all checks of a node
 TORCH_CHECK = "import torch; torch.ones(1, device='cuda').sum().item()"
 
 
@@ -89,9 +89,12 @@ class NodeReport:
 
 
 def probe_node(request: ProbeRequest, node: ClusterNode) -> NodeReport:
-    """Check this node, which Ray describes as ``node``."""
+    """Check the machine of this process, which Ray describes as ``node``, and return what was found.
+
+    A check that fails adds a sentence to the report's ``problems``, and raises nothing.
+    """
     started = time.time()
-    problems: dict[str, None] = {}  # ordered, each sentence once
+    problems: dict[str, None] = {}  # a set of sentences that keeps their order
     data, storage = request.data, request.storage
 
     # The hardware of the machine.
@@ -106,7 +109,8 @@ def probe_node(request: ProbeRequest, node: ClusterNode) -> NodeReport:
         storage.check_writable()
         return True
 
-    # Tests of what the machine can do; each one that fails adds a sentence to the problems.
+    # Try what the machine has to do in a run: compute on its GPUs, get credentials, read and write. Each of these may
+    # add to ``problems``, which stand after them in the report.
     if own_gpus and node.gpus >= 1:
         _attempt(_check_torch, None, problems)
     return NodeReport(
@@ -134,7 +138,10 @@ def versions() -> dict[str, str | None]:
 
 
 def _attempt(action: Callable[[], T], store: Store | None, problems: dict[str, None]) -> T | None:
-    """Return the result of ``action``; None if it fails, with one more sentence in ``problems``."""
+    """Return the result of ``action``; None if it fails, after adding a sentence about that to ``problems``.
+
+    ``store`` is the one that the action uses, None for torch.
+    """
     try:
         return action()
     except Exception as error:
@@ -146,7 +153,7 @@ def _attempt(action: Callable[[], T], store: Store | None, problems: dict[str, N
 def _identity(request: ProbeRequest) -> str | None:
     """Return whose credentials this node uses, as a text without a secret: ``own role …``, ``driver's profile …``.
 
-    None if all stores are folders.
+    Return ``none`` if the driver has none to lend, and None if all stores are folders.
     """
     store = next((store for store in (request.storage, request.data) if store and store.cloud), None)
     if request.lent is None or store is None or store.cloud is None:
@@ -158,7 +165,10 @@ def _identity(request: ProbeRequest) -> str | None:
 
 
 def _measure_read_speed(store: Store) -> ReadSpeed:
-    """List and read the first shards, or the first images of a listing; raise UsageError if there are none."""
+    """List and read the first shards, or the first images of a listing.
+
+    Raises UsageError if there are none, and StorageError if they cannot be read.
+    """
     # List: the manifest of packed images says how many are in each shard.
     started = time.perf_counter()
     packed = open_packed(store)
@@ -192,7 +202,7 @@ def _measure_read_speed(store: Store) -> ReadSpeed:
 
 
 def _check_torch() -> None:
-    """Compute on the first GPU; raise UsageError with torch's words if that fails."""
+    """Compute on the first GPU, in another process; raise UsageError with torch's words if that fails."""
     try:
         python_with_all_gpus(["-c", TORCH_CHECK], _TORCH_TIMEOUT_S)
     except UsageError as error:
@@ -208,7 +218,7 @@ class Node(ClusterNode):
     report: NodeReport | None = None
     error: str | None = None
     clock_ahead_s: float = 0.0
-    """By how much the node's clock is ahead of this machine's, at least; below 0 if it is behind."""
+    """Seconds by which the node's clock is ahead of this machine's, at least; below 0 if it is behind."""
 
     @property
     def problems(self) -> tuple[str, ...]:
@@ -219,12 +229,14 @@ class Node(ClusterNode):
         """Return the node's devices as plain values, each GPU with its number, and what is wrong."""
         reported = self.report.gpus if self.report else ()
         gpus = [{"number": number, **dataclasses.asdict(gpu)} for number, gpu in enumerate(reported)]
-        known = {name: getattr(self, name) for name in ("address", "id", "cpus", "memory_bytes")}
-        return {**known, "gpus": gpus, "problems": list(self.problems)}
+        counted_by_ray = {name: getattr(self, name) for name in ("address", "id", "cpus", "memory_bytes")}
+        return {**counted_by_ray, "gpus": gpus, "problems": list(self.problems)}
 
 
 def probe_nodes(request: ProbeRequest) -> tuple[Node, ...]:
     """Probe all nodes at the same time, so that a broken node delays no other; all read at once, as in training.
+
+    A node that does not answer has an error in place of a report.
 
     Example: ``probe_nodes(ProbeRequest())`` probes hardware and software only.
     """
@@ -235,8 +247,8 @@ def probe_nodes(request: ProbeRequest) -> tuple[Node, ...]:
     for result in results:
         ahead = 0.0
         if result.result:
-            # If the clocks agree, the node's two times lie between ``asked`` and ``answered``. Otherwise, ``ahead`` is
-            # the smallest difference of the clocks that explains these times.
+            # A node begins after ``asked`` and ends before ``answered``. If its own clock says that it began earlier,
+            # that clock is behind, and if it says that it ended later, it is ahead: by this much at least.
             started, ended = result.result.clock_s
             ahead = min(0.0, started - asked) + max(0.0, ended - answered)
         nodes.append(Node(**vars(result.node), report=result.result, error=result.error, clock_ahead_s=ahead))
@@ -250,8 +262,8 @@ def list_devices(address: str | None) -> tuple[Node, ...]:
     """
     if address == "local" or not uses_cluster(address):
         memory = psutil.virtual_memory().total
-        this = ClusterNode("this", "machine", cores(), len(gpus()), memory_bytes=memory, object_store_bytes=0)
-        return (Node(**vars(this), report=probe_node(ProbeRequest(), this)),)
+        machine = ClusterNode("this", "machine", cores(), len(gpus()), memory_bytes=memory, object_store_bytes=0)
+        return (Node(**vars(machine), report=probe_node(ProbeRequest(), machine)),)
     with Connection(address) as cluster:
         cluster.connect()
         return probe_nodes(ProbeRequest())

@@ -38,7 +38,9 @@ from raytrain.training.run import WAIT_FOR_DATA, Run
 
 Interval = tuple[float, float]  # start and end, in microseconds
 PHASES = ("waiting for data", "copy and augmentation", "forward", "backward", "all-reduce", "optimizer", "other")
-_MANY_EPOCHS = 1000  # the loop ends the run, not the plan; an epoch may have a single step
+WARM_UP_STEPS, NUM_STEPS = 5, 10
+_MANY_EPOCHS = 1000  # an epoch may have a single step; the loop ends long before, after the profiled steps
+_BODY, _BACKWARD, _OPTIMIZER = "loop", "backward", "optimizer"  # names of the marks in a trace
 
 
 @dataclass(frozen=True)
@@ -57,11 +59,16 @@ class ProfileResult:
     @property
     def phases(self) -> dict[str, float]:
         """Seconds of each phase, averaged over the workers."""
-        return {name: mean(worker[name] for worker in self.workers) for name in PHASES}
+        return _mean_phases(self.workers)
 
     def summary(self) -> dict[str, Any]:
         """Return the result as plain values."""
         return {**dataclasses.asdict(self), "step_s": self.step_s, "phases": self.phases}
+
+
+def _mean_phases(workers: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Return the seconds of each phase, averaged over the workers."""
+    return {name: mean(worker[name] for worker in workers) for name in PHASES}
 
 
 def profile(
@@ -69,12 +76,15 @@ def profile(
 ) -> ProfileResult:
     """Train a few steps of a run on this machine, without Ray, and say where their time goes.
 
-    Nothing of the run is kept but the traces, in the folder ``output``. ``loop`` is a training loop to use instead of
-    the built-in one or the one that ``config`` names. Raises what :func:`raytrain.train` raises.
+    Nothing of the run is kept but the traces, in the folder ``output``, which replace those of an earlier profile.
+    ``loop`` is a training loop to use instead of the built-in one or the one that ``config`` names.
+
+    Raises what :func:`raytrain.train` raises, and UsageError if ``output`` is not on this machine or the loop ends
+    before the last profiled step.
 
     Example: ``raytrain.profile(recipes.cifar10(data="s3://bucket/train")).advice``
     """
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler writes to standard error without a GPU
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # keeps torch's profiler from complaining that there is no GPU
     check_options(config, loop)
     if "://" in os.fspath(output):
         raise UsageError(f"--output is {output}, but traces are written into a folder of this machine; give one.")
@@ -85,13 +95,15 @@ def profile(
         old.unlink()
 
     with TemporaryFolder() as temporary:
-        # The recipe auto decides on the options as for a run: with a loop, the run itself would leave them as they are.
+        # Let the recipe auto choose the options that it leaves open. The run below would not: it gets a loop from here,
+        # and a run with a loop keeps the defaults of open options.
         if config.open_options:
             config, _ = open_decided(config, run_store(str(temporary / "runs"), "profile"), loop)
         short = _short_run(config, str(temporary / "runs"))
-        result = train(short, loop=partial(profiled_loop, loop=loop, traces=str(folder), folder=str(temporary)))
+        profiled = partial(profiled_loop, loop=loop, trace_folder=str(folder), seconds_folder=str(temporary))
+        result = train(short, loop=profiled)
 
-        # Each worker has written its trace, and its seconds into the temporary folder.
+        # Each worker has written its trace, and the seconds of its phases into the temporary folder.
         files = sorted(temporary.glob("worker-*.json"), key=lambda file: int(file.stem.partition("-")[2]))
         workers = tuple(json.loads(file.read_text()) for file in files)
     if not workers:
@@ -100,7 +112,7 @@ def profile(
             f"{WARM_UP_STEPS + NUM_STEPS}; let the loop train until its epochs end."
         )
     traces = tuple(str(folder / f"{file.stem}.trace.json.gz") for file in files)
-    return ProfileResult(workers, traces, advice(ProfileResult(workers, traces, "").phases, config))
+    return ProfileResult(workers, traces, advice(_mean_phases(workers), config))
 
 
 def _short_run(config: TrainConfig, storage: str) -> TrainConfig:
@@ -135,21 +147,22 @@ def advice(phases: dict[str, float], config: TrainConfig) -> str:
     """Return one sentence on what would make the steps of a run with these ``phases`` (in seconds) faster."""
     # The advice is about the first of these phases that takes much time; the network itself comes last.
     share = {name: seconds / sum(phases.values()) for name, seconds in phases.items()}
-    part = {name: f"{fraction:.0%} of a step" for name, fraction in share.items()}
+    takes = {name: f"takes {fraction:.0%} of a step" for name, fraction in share.items()}
     if share["waiting for data"] > 0.15:
         return (
-            f"Waiting for data takes {part['waiting for data']}: pack the images with `raytrain pack`, give more cores "
+            f"Waiting for data {takes['waiting for data']}: pack the images with `raytrain pack`, give more cores "
             "to reading, or keep them decoded with --cache memory, so that only the first epoch waits."
         )
     if share["all-reduce"] > 0.2:
+        other_advice = "and fewer workers need less of it" if config.accumulate != 1 else "and so does --accumulate"
         return (
-            f"Waiting for the other workers' gradients takes {part['all-reduce']}: a larger --batch-size makes that "
-            f"rarer{', and fewer workers need less of it' if config.accumulate != 1 else ', and so does --accumulate'}."
+            f"Waiting for the other workers' gradients {takes['all-reduce']}: a larger --batch-size makes that "
+            f"rarer, {other_advice}."
         )
     if share["copy and augmentation"] > 0.25:
-        return f"Copying and augmenting takes {part['copy and augmentation']}: leave out augmentations to be faster."
+        return f"Copying and augmenting {takes['copy and augmentation']}: leave out augmentations to be faster."
     if share["optimizer"] > 0.25:
-        return f"The optimizer takes {part['optimizer']}: a larger --batch-size has fewer steps for as many images."
+        return f"The optimizer {takes['optimizer']}: a larger --batch-size has fewer steps for as many images."
 
     # The network itself: the options that make it faster, if they are not chosen yet.
     flags = [
@@ -163,7 +176,7 @@ def advice(phases: dict[str, float], config: TrainConfig) -> str:
 
 @dataclass(frozen=True)
 class Ranges:
-    """When one worker did what in its profiled steps."""
+    """When one worker did what in its profiled steps: intervals of the profiler's clock, in microseconds."""
 
     steps: Sequence[Interval]
     waits: Sequence[Interval]  # waits for the next batch
@@ -171,7 +184,7 @@ class Ranges:
     backwards: Sequence[Interval]
     optimizers: Sequence[Interval]
     collectives: Sequence[Interval]  # sums over the workers
-    computing: Sequence[Interval]
+    computing: Sequence[Interval]  # on a GPU its kernels, otherwise torch's operators on the CPU
 
 
 def phase_seconds(ranges: Ranges) -> dict[str, float]:
@@ -190,12 +203,12 @@ def phase_seconds(ranges: Ranges) -> dict[str, float]:
         return np.searchsorted(starts, middles) > np.searchsorted(ends, middles)
 
     # Copies lie between the wait for a batch and the loop's body. Forward goes from the start of the body to the end of
-    # its last backward, without the backwards themselves.
+    # its last backward, without the backwards themselves; a body without a backward has no forward.
     copies = [(wait[1], body[0]) for wait, body in zip(ranges.waits, ranges.bodies, strict=False)]
     forwards: list[Interval] = []
     for start, end in ranges.bodies:
-        ends = [min(last, end) for first, last in ranges.backwards if first < end and start < last]
-        forwards.append((start, max(ends, default=start)))
+        ends_of_backwards = [min(last, end) for first, last in ranges.backwards if first < end and start < last]
+        forwards.append((start, max(ends_of_backwards, default=start)))
 
     backward = within(ranges.backwards)
     phases = {
@@ -206,48 +219,37 @@ def phase_seconds(ranges: Ranges) -> dict[str, float]:
         "optimizer": within(ranges.optimizers),
     }
     steps, alone = within(ranges.steps), within(ranges.collectives) & ~within(ranges.computing)
-    seconds = {name: float(lengths[steps & phase & ~alone].sum()) for name, phase in phases.items()}
-    seconds["all-reduce"] = float(lengths[steps & alone].sum())
-    seconds["other"] = float(lengths[steps].sum()) - sum(seconds.values())
-    return {name: seconds[name] / len(ranges.steps) / 1e6 for name in PHASES}
+    microseconds = {name: float(lengths[steps & phase & ~alone].sum()) for name, phase in phases.items()}
+    microseconds["all-reduce"] = float(lengths[steps & alone].sum())
+    microseconds["other"] = float(lengths[steps].sum()) - sum(microseconds.values())
+    return {name: microseconds[name] / 1e6 / len(ranges.steps) for name in PHASES}
 
 
-WARM_UP_STEPS, NUM_STEPS = 5, 10
-_BODY, _BACKWARD, _OPTIMIZER = "loop", "backward", "optimizer"
-
-
-def profiled_loop(run: Run, loop: Callable[[Run], None] | None, traces: str, folder: str) -> None:
+def profiled_loop(run: Run, loop: Callable[[Run], None] | None, trace_folder: str, seconds_folder: str) -> None:
     """Train a few steps with ``loop``, or else the one that the options name, or the built-in one.
 
-    Writes ``worker-RANK.trace.json.gz`` into the folder ``traces``, and the seconds of the phases as
-    ``worker-RANK.json`` into ``folder``.
+    Writes ``worker-RANK.trace.json.gz`` into ``trace_folder``, and the seconds of the phases as ``worker-RANK.json``
+    into ``seconds_folder``; nothing if the loop ends before the last profiled step.
 
     The phases are marked in the trace. On a GPU, each phase waits for the device at its end, because calls return
     before their work is done.
     """
+    # The first steps are not profiled, because they compile and choose algorithms.
+    schedule = torch_profiler.schedule(wait=0, warmup=WARM_UP_STEPS, active=NUM_STEPS, repeat=1)
 
     def wait() -> None:
         if run.device.type == "cuda":
             torch.cuda.synchronize(run.device)
 
     def write(profiler: torch_profiler.profile) -> None:
-        profiler.export_chrome_trace(str(Path(traces, f"worker-{run.rank}.trace.json.gz")))
+        profiler.export_chrome_trace(str(Path(trace_folder, f"worker-{run.rank}.trace.json.gz")))
         seconds = phase_seconds(_ranges(profiler, on_gpu=run.device.type == "cuda"))
-        Path(folder, f"worker-{run.rank}.json").write_text(json.dumps(seconds))
+        Path(seconds_folder, f"worker-{run.rank}.json").write_text(json.dumps(seconds))
 
-    # A loop that the options name is imported in this process: it cannot travel, as other processes lack its module.
-    own_loop = loop or load_optional("--loop", run.config.loop) or built_in.train
-    all_epochs = run.epochs
-
-    def few_epochs(*arguments: Any, **options: Any) -> Iterator[Epoch]:
-        num_left = WARM_UP_STEPS + NUM_STEPS
-        for epoch in all_epochs(*arguments, **options):
-            yield Epoch(epoch.number, len(epoch), marked_batches(islice(epoch, num_left)), lambda: False)
-            num_left -= len(epoch)
-            if num_left <= 0:
-                return
+    profiler = torch_profiler.profile(schedule=schedule, on_trace_ready=write, acc_events=True)
 
     def marked_batches(batches: Iterator[Batch]) -> Generator[Batch]:
+        """Yield the batches; mark what the loop does with each, and tell the profiler when its step is over."""
         for batch in batches:
             wait()
             with record_function(_BODY):
@@ -255,10 +257,23 @@ def profiled_loop(run: Run, loop: Callable[[Run], None] | None, traces: str, fol
                 wait()
             profiler.step()
 
-    # The first steps are not profiled, because they compile and choose algorithms. The loop gets no further batches.
-    steps = torch_profiler.schedule(wait=0, warmup=WARM_UP_STEPS, active=NUM_STEPS, repeat=1)
+    # The loop gets the epochs of the run, but no batch after the last profiled step. No stop makes an epoch the last
+    # one here (``is_over``), so a loop that goes over an epoch a second time is refused, as in a run.
+    all_epochs = run.epochs
+
+    def few_epochs(*arguments: Any, **options: Any) -> Iterator[Epoch]:
+        num_left = WARM_UP_STEPS + NUM_STEPS
+        for epoch in all_epochs(*arguments, **options):
+            batches = marked_batches(islice(epoch, num_left))
+            yield Epoch(epoch.number, len(epoch), batches, is_over=lambda: False)
+            num_left -= len(epoch)
+            if num_left <= 0:
+                return
+
+    # A loop that the options name is imported in this process: it cannot travel, as other processes lack its module.
+    own_loop = loop or load_optional("--loop", run.config.loop) or built_in.train
     with (
-        torch_profiler.profile(schedule=steps, on_trace_ready=write, acc_events=True) as profiler,
+        profiler,
         patch.object(run, "epochs", few_epochs),
         _marked(torch.Tensor, "backward", _BACKWARD, wait),
         _marked_optimizers(wait),
@@ -268,13 +283,17 @@ def profiled_loop(run: Run, loop: Callable[[Run], None] | None, traces: str, fol
 
 @contextmanager
 def _marked(owner: type, name: str, phase: str, wait: Callable[[], None]) -> Iterator[None]:
-    """Mark each call of the method ``name`` of ``owner`` in this context as a ``phase`` in the trace."""
+    """Mark each call of the method ``name`` of ``owner`` in this context as a ``phase`` in the trace.
+
+    ``wait`` waits for the device: before a phase for the work of the one before it, and at its end for its own.
+    """
     method = getattr(owner, name)
     is_within = False
 
     @wraps(method)
     def marked(*arguments: Any, **options: Any) -> Any:
-        # In the steps in which the loop is watched, torch hands its own call on to the method once more.
+        # While the loop is watched (loop_watch.py), torch hands the call to the watch first, which then calls the
+        # method of the class, so this function, once more. Only the outer call is marked.
         nonlocal is_within
         if is_within:
             return method(*arguments, **options)
@@ -314,7 +333,7 @@ def _marked_optimizers(wait: Callable[[], None]) -> Iterator[None]:
 
 
 def _ranges(profiler: torch_profiler.profile, *, on_gpu: bool) -> Ranges:
-    """Return the profiler's intervals, in microseconds."""
+    """Return the intervals of the profiled steps in the profiler's events."""
     events = list(profiler.events() or ())
     kernels = [event for event in events if event.device_type.name == "CUDA"]
     on_cpu = [event for event in events if event.device_type.name != "CUDA"]

@@ -39,7 +39,9 @@ class RankedLabels:
 
 
 def rank_labels(config: TrainConfig, store: Store, data: Dataset) -> RankedLabels | None:
-    """Rank the training images of the run in ``store`` by their margins; None if its newest checkpoint has none.
+    """Rank the training images of the run in ``store`` by their mean margins (``training/sample_margins.py``).
+
+    Return None if the run has no checkpoint, or the newest one has no margins, or those of another number of images.
 
     Example::
 
@@ -53,11 +55,13 @@ def rank_labels(config: TrainConfig, store: Store, data: Dataset) -> RankedLabel
         return None
 
     # Sort by the mean margin; images that were never drawn have none and come last.
-    draws, margins, losses = state["sums"].double().numpy()
+    draws, margin_sums, loss_sums = state["sums"].double().numpy()  # (num_images,) each
     is_drawn = draws > 0
-    with np.errstate(invalid="ignore"):
-        margin, loss = margins / draws, losses / draws
+    with np.errstate(invalid="ignore"):  # 0 / 0 without a draw
+        margin, loss = margin_sums / draws, loss_sums / draws
     samples = np.argsort(np.where(is_drawn, margin, np.inf), kind="stable")
+
+    # A rival is stored as epoch * C + class. An image without a draw has none, so nothing is suggested for it.
     classes = np.array([*train.classes, ""], object)
     suggested = np.where(is_drawn, state["rivals"].numpy() % len(train.classes), len(train.classes))
     missing = ~is_drawn[samples]
@@ -79,6 +83,8 @@ def write_labels(ranked: RankedLabels, data: Dataset, output: str, config: Train
     folder, they follow, and a column ``split`` says which images belong to which part. Parts in other folders have a
     file each beside it. Paths, labels and groups are in the columns that ``config`` names, so that the run's options
     can read the files.
+
+    Raises UsageError if ``output`` has the wrong suffix or no folder.
     """
     check_output(output, LABEL_FILE_SUFFIXES, "--write-labels")
     by_url: dict[str, list[Part]] = {}
@@ -104,8 +110,10 @@ def write_labels(ranked: RankedLabels, data: Dataset, output: str, config: Train
             # Name the columns as the run's options do.
             if len(parts) > 1:
                 table = table.add_column(2, "split", pa.array([part] * len(table)))
-            own_names = {"path": config.key_column or "path", "label": next(iter(config.label_column), "label")}
-            tables.append(table.rename_columns([own_names.get(name, name) for name in table.column_names]))
+            names = {"path": config.key_column or "path", "label": next(iter(config.label_column), "label")}
+            tables.append(table.rename_columns([names.get(name, name) for name in table.column_names]))
+
+        # The file with the training images is called ``output``, another one by the first part that is in it.
         first = parts[0]
         stem, dot, suffix = output.rpartition(".")
         name = output if first == "train" else f"{stem}-{first}{dot}{suffix}"
@@ -115,7 +123,7 @@ def write_labels(ranked: RankedLabels, data: Dataset, output: str, config: Train
 
 
 def check_can_rank(config: TrainConfig, ranked: RankedLabels | None) -> RankedLabels:
-    """Return ``ranked``; if it is None, raise UsageError, which says why the labels are not ranked."""
+    """Return ``ranked``; if it is None, raise UsageError, whose sentence says why the labels are not ranked."""
     if ranked is not None:
         return ranked
     if not (config.resume and config.name):
@@ -128,6 +136,7 @@ def check_can_rank(config: TrainConfig, ranked: RankedLabels | None) -> RankedLa
 
 def _groups_of(config: TrainConfig, part: Part, data: Dataset) -> list[str]:
     """Return the group of each image of a part, by the label file or the pattern; "" for images that have none."""
+    # The label file of the part, or else that of all images.
     store, images, _ = data.parts[part]
     columns = label_columns(config)
     file = {"train": None, "validation": config.validation_labels, "test": config.test_labels}[part] or config.labels
@@ -141,7 +150,7 @@ def _groups_of(config: TrainConfig, part: Part, data: Dataset) -> list[str]:
 
 
 def _encode(table: pa.Table, name: str) -> bytes:
-    """Return the content of a label file.
+    """Return the content of a label file in the format of the suffix of ``name``.
 
     Texts are not escaped, not even those that a spreadsheet takes for formulas, because raytrain reads the file again.
     """
