@@ -47,18 +47,19 @@ class Files:
         return len(self.starts)
 
     def __getitem__(self, rows: Any) -> Files:
+        """Return some of the files, which share their array with these."""
         return Files(self.data, self.starts[rows], self.lengths[rows])
 
     def put(self, index: int, content: Pixels) -> None:
-        """Write the content of a file at its start."""
+        """Write the content of file ``index`` at its start, and set its length; the array must have room for it."""
         start = self.starts[index]
         self.data[start : start + len(content)] = content
         self.lengths[index] = len(content)
 
     def contents(self) -> list[bytes]:
         """Return a copy of each file."""
-        parts = zip(self.starts.tolist(), self.lengths.tolist(), strict=True)
-        return [self.data[start : start + length].tobytes() for start, length in parts]
+        ranges = zip(self.starts.tolist(), self.lengths.tolist(), strict=True)
+        return [self.data[start : start + length].tobytes() for start, length in ranges]
 
     @classmethod
     def joined(cls, pieces: Sequence[Files]) -> Files:
@@ -66,13 +67,13 @@ class Files:
         lengths = np.concatenate([piece.lengths for piece in pieces])
         ends = np.cumsum(lengths)
         files = cls(np.empty(ends[-1] if len(ends) else 0, np.uint8), ends - lengths, lengths)
-        parts = [
+        contents = [
             piece.data[start : start + length]
             for piece in pieces
             for start, length in zip(piece.starts.tolist(), piece.lengths.tolist(), strict=True)
         ]
-        if parts:
-            np.concatenate(parts, out=files.data)
+        if contents:
+            np.concatenate(contents, out=files.data)
         return files
 
 
@@ -99,10 +100,15 @@ _NO_ROWS = Block(np.empty((0, 0, 0, 0), np.uint8), np.empty(0, np.int64), np.emp
 
 
 def to_block(table: pa.Table, shape: ImageShape) -> Block:
-    """Return the block in a table of :func:`to_table`, without a copy."""
-    table = table.combine_chunks()  # without a copy of the only chunk, as a column's own method makes
+    """Return the block in a table of :func:`to_table`, without a copy if the table is one chunk.
+
+    ``shape`` is that of the decoded images; files have none.
+    """
+    table = table.combine_chunks()  # of a table, for that of a column copies even a single chunk
     column = table.column("image").chunk(0)
     labels, draws = numbers(table.column("label")), numbers(table.column("draw"))
+
+    # A slice of a table has the buffers of the whole one, so begin at its offset.
     if "length" in table.column_names:
         _, starts, data = column.buffers()
         starts = np.frombuffer(starts, np.int64)[column.offset : column.offset + len(column)]
@@ -119,7 +125,9 @@ def to_table(block: Block) -> pa.Table:
     """
     images = block.images
     numbers_of = {"label": number_array(block.labels), "draw": number_array(block.draws)}
-    if isinstance(images, Files):  # one after the other, as they are read
+    if isinstance(images, Files):
+        # In Arrow, a value goes up to the start of the next one. Files lie in their order in the array, perhaps with
+        # room that is left between them.
         starts = np.append(images.starts, len(images.data))
         buffers = [None, pa.py_buffer(starts), pa.py_buffer(images.data)]
         column = pa.LargeBinaryArray.from_buffers(pa.large_binary(), len(images), buffers)
@@ -184,16 +192,18 @@ class CachedBlocks:
 
     def gather(self, draws: Int64s) -> Block:
         """Copy the images of ``draws`` out of the blocks, in their order."""
+        # Ask for each block once: the positions in the batch, sorted by row of the data set, fall into runs of one
+        # block.
         rows = self._row_of_sample[samples_of(draws, len(self._row_of_sample))]
-        # Each block is asked for once: the places in the batch, sorted by row, fall into runs of one block.
         order = np.argsort(rows, kind="stable")
-        numbers, starts = np.unique(rows[order] // self._rows_per_block, return_index=True)
+        block_numbers, starts = np.unique(rows[order] // self._rows_per_block, return_index=True)
 
-        # Pixels go straight to their places in the batch. Files are collected block by block, and put in order at last.
+        # Pixels go straight to their positions in the batch. Files are collected block by block, and put in order at
+        # last.
         images: Pixels | None = None
         files: list[Files] = []
         labels = np.empty(len(draws), np.int64)
-        for number, targets in zip(numbers.tolist(), np.split(order, starts[1:]), strict=True):
+        for number, targets in zip(block_numbers.tolist(), np.split(order, starts[1:]), strict=True):
             block = self._block(number)
             sources = rows[targets] - number * self._rows_per_block
             labels[targets] = block.labels[sources]
@@ -203,7 +213,7 @@ class CachedBlocks:
             if images is None:
                 images = self._buffers.take((len(draws), *block.images.shape[1:]))
             images[targets] = block.images[sources]
-        if images is None:  # files came in the order of their blocks
+        if images is None:  # the argsort of a permutation is its inverse: it puts files from ``order`` into the batch's
             return Block(Files.joined(files)[np.argsort(order)], labels, draws)
         return Block(images, labels, draws)
 
@@ -261,7 +271,10 @@ class LocalBatch:
 
 
 def batches_from_stream(partition: Partition, blocks: Iterable[Block], first_step: int) -> Iterator[LocalBatch]:
-    """Cut the worker's blocks, which arrive in its order, into local batches from ``first_step`` to the plan's end."""
+    """Cut the worker's blocks, which arrive in its order, into local batches from ``first_step`` to the plan's end.
+
+    Images that could not be read are left out of the batches.
+    """
     source = iter(blocks)
     remaining: Block | None = None  # of the block that the last batch ended in
     buffers = Buffers()
@@ -292,7 +305,10 @@ def batches_from_stream(partition: Partition, blocks: Iterable[Block], first_ste
 
 
 def batches_from_cache(partition: Partition, blocks: CachedBlocks, first_step: int) -> Iterator[LocalBatch]:
-    """Gather the worker's local batches from a data set in memory, from ``first_step`` to the plan's end."""
+    """Gather the worker's local batches from a data set in memory, from ``first_step`` to the plan's end.
+
+    Images that could not be read are left out of the batches.
+    """
     for step in range(first_step, partition.plan.num_steps):
         batch = partition.plan.batch(step)
         draws = partition.local_draws(batch)

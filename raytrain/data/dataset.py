@@ -30,9 +30,9 @@ from raytrain.storage.store import Store
 
 _log = logging.getLogger(__name__)
 BALANCED = "balanced"
-_NUM_MEASURED_IMAGES = 1024
+_NUM_MEASURED_IMAGES = 1024  # for mean and standard deviation
 _MAX_WEIGHT = float(np.finfo(np.float32).max)  # the loss has the weights of classes in float32
-_EVALUATION_BATCH_PER_WORKER = 250
+_EVALUATION_BATCH_PER_WORKER = 250  # images
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Dataset:
 
     @property
     def num_bytes(self) -> tuple[int, int]:
-        """Bytes of all training images, decoded or as files, and of all validation images, decoded."""
+        """Bytes of all training images, in the form in which they travel, and of all validation images, decoded."""
         train_bytes = int(self.train.sizes_bytes.sum())
         if not self.train_format.as_files:
             train_bytes = len(self.train) * self.train_format.shape.num_bytes
@@ -99,7 +99,7 @@ class Dataset:
         )
 
     def kept_on(self, disk: DiskCache | None) -> Dataset:
-        """Return the same images, whose files are kept on a disk of each machine that reads them."""
+        """Return the same images; files of a bucket are kept on ``disk`` of each machine that reads them, if given."""
         train_store, validation_store = self.train_store.kept_on(disk), self.validation_store.kept_on(disk)
         test_store = self.test_store and self.test_store.kept_on(disk)
         return replace(self, train_store=train_store, validation_store=validation_store, test_store=test_store)
@@ -111,7 +111,10 @@ class Dataset:
 
 
 def count_left_out(*parts: Manifest) -> dict[str, int]:
-    """Count the unused files beside the images by reason. Files of a folder that has several parts count once."""
+    """Count the unused files beside the images by reason. Files of a folder that has several parts count once.
+
+    They count as the first of its ``parts`` says.
+    """
     by_url = {manifest.url: manifest for manifest in reversed(parts)}
     return dict(sum((Counter(manifest.left_out) for manifest in reversed(by_url.values())), Counter[str]()))
 
@@ -131,31 +134,39 @@ def write_manifests(run_store: Store, train: Manifest, validation: Manifest, tes
 
 
 def open_dataset(config: TrainConfig, run_store: Store | None = None) -> Dataset:
-    """List the images, or read the manifests that a run has stored, and measure statistics.
+    """List and label the images of all parts, and measure their mean and standard deviation unless these are given.
 
-    Raises UsageError if there are no images.
+    A run that resumes reads the manifests in its ``run_store`` instead, unless other images or labels are asked for.
+
+    Raises UsageError if there are no images, or their labels are missing or doubtful, and StorageError if a store
+    cannot be read.
+
+    Example: ``open_dataset(cifar10(data="s3://bucket/train")).train.classes``
     """
-    # Open what the options name: the stores of the parts, and their label files. The label file of a part that has no
-    # store of its own is about images below --data, so its rows join those of --labels.
-    places = {"train": config.data, "validation": config.validation_data, "test": config.test_data}
+    # Open the stores of the parts: a part without a URL of its own has its images below --data, or none.
+    urls = {"train": config.data, "validation": config.validation_data, "test": config.test_data}
     stores: dict[Part, Store] = {
-        part: open_store(places[part] or config.data) for part in PARTS if places[part] or part == "train"
+        part: open_store(urls[part] or config.data) for part in PARTS if urls[part] or part == "train"
     }
-    files = {"train": "labels", "validation": "validation_labels", "test": "test_labels"}
-    urls = [store.url for store in stores.values()]
+
+    # Read their label files. The one of a part that has no store of its own is about images below --data, so its rows
+    # join those of --labels.
+    options = {"train": "labels", "validation": "validation_labels", "test": "test_labels"}
+    images_urls = [store.url for store in stores.values()]
     columns = label_columns(config)
     tables: dict[Part, LabelTable] = {
-        part: read_label_file(file, columns, urls, flag(files[part]))
+        part: read_label_file(file, columns, images_urls, flag(options[part]))
         for part in PARTS
-        if (file := getattr(config, files[part]))
+        if (file := getattr(config, options[part]))
     }
-    below: dict[Part, LabelTable] = {
+    tables_without_store: dict[Part, LabelTable] = {
         part: tables.pop(part) for part in HELD_OUT if part in tables and part not in stores
     }
-    if below:
-        tables["train"] = tables["train"].with_parts(below)
+    if tables_without_store:
+        tables["train"] = tables["train"].with_parts(tables_without_store)
 
-    # A run that resumes has manifests. They are used unless other images or labels are asked for now.
+    # A run that resumes has manifests. They are used unless other images or labels are asked for now, which the URLs of
+    # the stores and the digests of the labels tell.
     manifests = _stored_parts(run_store) if run_store else {}
     stored_train = manifests.get("train")
     asked_for: set[tuple[str, str]] = set()
@@ -165,8 +176,10 @@ def open_dataset(config: TrainConfig, run_store: Store | None = None) -> Dataset
         asked_for.add((store.url, digest_of_pattern(config.label_pattern) if config.label_pattern else digest))
     if {(manifest.url, manifest.labels_digest) for manifest in manifests.values()} != asked_for:
         if config.label_pattern is not None:
-            bad = config.max_bad_fraction
-            tables |= {part: table_by_pattern(stores[part], config.label_pattern, columns, bad) for part in stores}
+            tables |= {
+                part: table_by_pattern(store, config.label_pattern, columns, config.max_bad_fraction)
+                for part, store in stores.items()
+            }
         manifests = labelled_parts(config, stores, tables)
     train, validation, test = manifests["train"], manifests["validation"], manifests.get("test")
 
@@ -174,9 +187,9 @@ def open_dataset(config: TrainConfig, run_store: Store | None = None) -> Dataset
     # They are not if labels or folders divide them.
     for part in HELD_OUT:
         if part in stores and stores[part].url == stores["train"].url:
-            trained = set(train.keys.to_pylist())
-            held_out = manifests.get(part, validation)  # if it is the only one, it is for validation
-            num_trained = sum(key in trained for key in held_out.keys.to_pylist())
+            training_keys = set(train.keys.to_pylist())
+            held_out = manifests.get(part, validation)  # test images are validation images if there are no others
+            num_trained = sum(key in training_keys for key in held_out.keys.to_pylist())
             if num_trained:
                 _log.warning(
                     "%s of %s %s images are trained on, too, as --%s-data is the folder of --data: they say nothing of "
@@ -185,10 +198,10 @@ def open_dataset(config: TrainConfig, run_store: Store | None = None) -> Dataset
                 )
 
     # Measure the mean and the deviation, unless both are given: that decodes up to 1,024 images.
-    format = evaluation_format(config)
+    held_out_format = evaluation_format(config)
     mean, std = config.mean, config.std
     if mean is None or std is None:
-        measured_mean, measured_std = measure_mean_std(stores["train"], train, format, config.seed)
+        measured_mean, measured_std = measure_mean_std(stores["train"], train, held_out_format, config.seed)
         mean, std = mean or measured_mean, std or measured_std
 
     # Held-out images may be in the store of the training images, whichever way they were found there.
@@ -201,7 +214,7 @@ def open_dataset(config: TrainConfig, run_store: Store | None = None) -> Dataset
         validation=validation,
         test=test,
         train_format=training_format(config),
-        evaluation_format=format,
+        evaluation_format=held_out_format,
         mean=mean,
         std=std,
         stored=stored_train,
@@ -209,7 +222,7 @@ def open_dataset(config: TrainConfig, run_store: Store | None = None) -> Dataset
 
 
 def _stored_parts(run_store: Store) -> dict[Part, Manifest]:
-    """Return the manifests that a run has stored; none if it is new."""
+    """Return the manifests that a run has stored; none if it is new, or stopped before it had stored all."""
     documents: dict[Part, str] = {"train": MANIFEST, "validation": VALIDATION_MANIFEST, "test": TEST_MANIFEST}
     manifests: dict[Part, Manifest] = {}
     for part, document in documents.items():
@@ -254,13 +267,19 @@ def evaluation_format(config: TrainConfig) -> ImageFormat:
 
 
 def training_format(config: TrainConfig) -> ImageFormat:
-    """Return how images are decoded for training: a random part, or all with a margin if crops are cut out later."""
+    """Return how training images are decoded.
+
+    Without random crops, that is as for evaluation. With them, a random part of each image is decoded in each epoch,
+    or, with ``--cache-side``, the whole image and larger, so that crops can be cut out of the decoded image later.
+    """
     shape, cropping, _ = evaluation_format(config)
     resizer = "pillow" if config.resizer == "auto" else config.resizer
     cropping = replace(cropping, resizer=resizer)
     as_files = config.decoder == "gpu"
     if not config.random_resized_crop:
         return ImageFormat(shape, cropping, as_files)
+
+    # Only crops of the originals have a seed here: the others are cut out of the decoded image by the augmentation.
     height, width = (round(side * (config.cache_side or 1)) for side in shape.size)
     crop_seed = config.seed if config.crops_originals else None
     return ImageFormat(
@@ -273,20 +292,26 @@ def training_format(config: TrainConfig) -> ImageFormat:
 def measure_mean_std(
     store: Store, manifest: Manifest, format: ImageFormat, seed: int
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return mean and standard deviation of each channel in 0..1, over at most 1,024 random images."""
+    """Return mean and standard deviation of each channel in 0..1, over at most 1,024 random images.
+
+    Raises UsageError if none of these can be decoded.
+    """
     chosen = manifest.select(np.sort(random_order(manifest, seed)[:_NUM_MEASURED_IMAGES]))
     images = readable_images(store, chosen, format.shape, format.cropping)
     sums = np.zeros((2, format.shape.channels))  # of values and squares, image by image: all as float64 take GBs
     for image in images:
         values = image.reshape(-1, format.shape.channels) / 255
         sums += values.sum(axis=0), np.square(values).sum(axis=0)
-    mean, square = sums / (len(images) * format.shape.height * format.shape.width)
-    std = np.sqrt(np.maximum(square - mean**2, 0)).clip(min=1e-3)
+    mean, mean_of_squares = sums / (len(images) * format.shape.height * format.shape.width)
+    std = np.sqrt(np.maximum(mean_of_squares - mean**2, 0)).clip(min=1e-3)  # of images of one colour it would be 0
     return tuple(mean.round(6).tolist()), tuple(std.round(6).tolist())
 
 
 def random_order(manifest: Manifest, seed: int) -> Int64s:
-    """Return the indices of all images in a random order, (N,). Packed images keep their order, which is random."""
+    """Return the indices of all images in a random order, (N,).
+
+    Packed images keep their order, which is random already, so that few shards have the first ones.
+    """
     order = np.arange(len(manifest))
     return order if manifest.packing is not None else np.random.default_rng(seed).permutation(order)
 

@@ -19,9 +19,9 @@ from raytrain.data.labels.manifest import Manifest
 from raytrain.data.plan.permutation import Int64s
 from raytrain.storage.store import Store
 
-_BLOCK = 64  # images that are read at once
+_NUM_READ_AT_ONCE = 64  # images
 _MD5 = re.compile(r"[0-9a-f]{32}")
-_NUM_VERIFIED = 8  # entity tags, by the content
+_NUM_VERIFIED = 8  # entity tags that are compared with the MD5 of the content
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Duplicate:
 class Duplicates:
     """Images with the same content. Only ``compared`` of all ``images`` were compared before the deadline."""
 
-    compared: int
+    compared: int  # number of images, with those whose size in bytes no other image has
     images: int
     held_out: tuple[Duplicate, ...]  # held-out images that are training images, too
     contradicting: tuple[Duplicate, ...]  # training images that are training images of another class, too
@@ -51,52 +51,59 @@ def find_duplicates(parts: Sequence[StoredImages], deadline_s: float) -> Duplica
     of a size in bytes that no other has is not read, nor is an object whose entity tag is such a hash, as most are in
     S3. Raises StorageError if a store refuses or cannot be reached.
     """
+    # Number the images part after part: the numbers of a part are those below its end.
     manifests = [part.manifest for part in parts]
-    ends = np.cumsum([len(manifest) for manifest in manifests])  # of the numbers of each part
+    ends = np.cumsum([len(manifest) for manifest in manifests])
     num_train, num_images = int(ends[0]), int(ends[-1])
 
     # Only images that have as many bytes as others are compared, those first that share their size with the fewest.
     # Packed images are taken in their order, for a shard is read as a whole.
     sizes_bytes = np.concatenate([manifest.sizes_bytes for manifest in manifests])
-    _, size, counts = np.unique(sizes_bytes, return_inverse=True, return_counts=True)
+    _, size_index, counts = np.unique(sizes_bytes, return_inverse=True, return_counts=True)
+    num_of_this_size = counts[size_index]  # (num_images,)
     is_packed = any(manifest.packing is not None for manifest in manifests)
-    order = np.arange(num_images) if is_packed else np.lexsort((size, counts[size]))
-    candidates = order[counts[size[order]] > 1]
+    order = np.arange(num_images) if is_packed else np.lexsort((size_index, num_of_this_size))
+    candidates = order[num_of_this_size[order] > 1]
 
-    # Held-out images have the numbers after those of the training images. The first of a group is a training image, if
-    # any of them is.
+    # Group the images by content. Held-out images have the numbers after those of the training images, so the first of
+    # a group is a training image, if any of them is. Each of the others makes a pair with that one.
     hashes = dict(_hashes(parts, ends, candidates, deadline_s))
     groups: defaultdict[str, list[int]] = defaultdict(list)
     for image in sorted(hashes):
         groups[hashes[image]].append(image)
     pairs = [(image, group[0]) for group in groups.values() for image in group[1:] if group[0] < num_train]
 
-    def name_and_label(image: int) -> tuple[str, str]:
+    def key_and_label(image: int) -> tuple[str, str]:
         part = int(np.searchsorted(ends, image, side="right"))
         manifest, index = manifests[part], image - (int(ends[part - 1]) if part else 0)
         return manifest.keys[index].as_py(), ", ".join(manifest.class_names(manifest.labels[index]))
 
-    duplicates = [Duplicate(*name_and_label(image), *name_and_label(first)) for image, first in sorted(pairs)]
-    num_contradicting = sum(image < num_train for image, _ in pairs)
+    # Sorted by number, pairs of two training images come first.
+    duplicates = [Duplicate(*key_and_label(image), *key_and_label(first)) for image, first in sorted(pairs)]
+    num_in_training = sum(image < num_train for image, _ in pairs)
     return Duplicates(
         compared=num_images - len(candidates) + len(hashes),
         images=num_images,
-        held_out=tuple(duplicates[num_contradicting:]),
-        contradicting=tuple(pair for pair in duplicates[:num_contradicting] if pair.label != pair.training_label),
+        held_out=tuple(duplicates[num_in_training:]),
+        contradicting=tuple(pair for pair in duplicates[:num_in_training] if pair.label != pair.training_label),
     )
 
 
 def _hashes(
     parts: Sequence[StoredImages], ends: Int64s, candidates: Int64s, deadline_s: float
 ) -> Iterator[tuple[int, str]]:
-    """Yield the number and the hash of each candidate until the deadline. Images are numbered part after part."""
-    for start in range(0, len(candidates), _BLOCK):
+    """Yield the number and the MD5 of each candidate until the deadline; those whose file is gone are left out.
+
+    Images are numbered part after part, up to the ``ends`` of each part. The first candidates are read even if the
+    deadline has passed.
+    """
+    for start in range(0, len(candidates), _NUM_READ_AT_ONCE):
         if start and time.monotonic() >= deadline_s:
             return
-        block = candidates[start : start + _BLOCK]
+        chosen = candidates[start : start + _NUM_READ_AT_ONCE]
         for part, end in zip(parts, ends.tolist(), strict=True):
             first = end - len(part.manifest)
-            for index, content_hash in part.hashes(block[(block >= first) & (block < end)] - first):
+            for index, content_hash in part.hashes(chosen[(chosen >= first) & (chosen < end)] - first):
                 yield index + first, content_hash
 
 
@@ -109,14 +116,17 @@ class StoredImages:
 
     def hashes(self, indices: Int64s) -> Iterator[tuple[int, str]]:
         """Yield the index and the MD5 of each file at ``indices``; a file that is gone is left out."""
+        # The entity tags tell most of them.
         chosen = self.manifest.select(indices)
-        etags = [_md5_of(etag) if self._etags_are_hashes else None for etag in chosen.etags.to_pylist()]
-        unknown = np.array([etag is None for etag in etags], bool)
-        yield from ((index, etag) for index, etag in zip(indices.tolist(), etags, strict=True) if etag)
+        hashes = [_md5_in(etag) if self._etags_are_hashes else None for etag in chosen.etags.to_pylist()]
+        is_unknown = np.array([content_hash is None for content_hash in hashes], bool)
+        for index, content_hash in zip(indices.tolist(), hashes, strict=True):
+            if content_hash is not None:
+                yield index, content_hash
 
-        # Files of unknown hash are read.
-        contents = read_contents(self.store, chosen.select(np.flatnonzero(unknown)))
-        for index, content in zip(indices[unknown].tolist(), contents, strict=True):
+        # The other files are read.
+        contents = read_contents(self.store, chosen.select(np.flatnonzero(is_unknown)))
+        for index, content in zip(indices[is_unknown].tolist(), contents, strict=True):
             try:
                 yield index, _md5(require_bytes(content))
             except BadImage:
@@ -124,19 +134,22 @@ class StoredImages:
 
     @cached_property
     def _etags_are_hashes(self) -> bool:
-        """True if entity tags that look like an MD5 are the MD5 of the file, which is not so in S3 with AWS KMS."""
-        alike = (index for index, etag in enumerate(self.manifest.etags) if _md5_of(etag.as_py()))
-        chosen = self.manifest.select(np.fromiter(islice(alike, _NUM_VERIFIED), np.int64))
+        """True if entity tags that look like an MD5 are the MD5 of the file, which is not so in S3 with AWS KMS.
+
+        The first eight files with such a tag are read to find that out.
+        """
+        look_like_md5 = (index for index, etag in enumerate(self.manifest.etags) if _md5_in(etag.as_py()))
+        chosen = self.manifest.select(np.fromiter(islice(look_like_md5, _NUM_VERIFIED), np.int64))
         contents = read_contents(self.store, chosen)
         hashes = [None if isinstance(content, Exception) else _md5(content) for content in contents]
-        return bool(hashes) and hashes == [_md5_of(etag) for etag in chosen.etags.to_pylist()]
+        return bool(hashes) and hashes == [_md5_in(etag) for etag in chosen.etags.to_pylist()]
 
 
 def _md5(content: bytes) -> str:
     return hashlib.md5(content, usedforsecurity=False).hexdigest()
 
 
-def _md5_of(etag: str) -> str | None:
-    """Return the entity tag if it has the form of an MD5, else None."""
+def _md5_in(etag: str) -> str | None:
+    """Return what is in an entity tag, which may be quoted, if it has the form of an MD5; else None."""
     match = _MD5.fullmatch(etag.strip('"'))
     return match and match[0]

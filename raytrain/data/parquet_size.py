@@ -12,18 +12,20 @@ import pyarrow.parquet as pq
 pc: Any = pyarrow.compute  # whose functions are made at import
 _MAX_RATIO = 300
 """Keys with long prefixes in common compress a hundredfold. Equal rows are stored once, however many there are."""
-_MAX_BYTES = 64 << 20  # what any file may take in memory
+_MAX_BYTES = 64 << 20  # of memory that any file may take, however small it is
 _ROWS_AT_A_TIME = 1 << 16
 _STRING = "BYTE_ARRAY"
-_VALUE_BYTES = {"INT32": 4, "INT64": 8, "INT96": 8, "FLOAT": 4, "DOUBLE": 8, _STRING: 8}  # of a string, its offset
+_VALUE_BYTES = {"INT32": 4, "INT64": 8, "INT96": 8, "FLOAT": 4, "DOUBLE": 8, _STRING: 8}
+"""Bytes of a value in memory by Parquet's type; of a string, those of its offset."""
 
 
 def read_columns(data: bytes, names: Sequence[str] | None = None) -> pa.Table:
     """Return the columns ``names`` of a file, as far as it has them, or all columns.
 
-    The named columns must hold numbers or strings; all columns may hold anything.
+    The columns that ``names`` has must hold numbers or strings; without ``names``, columns may hold anything.
 
-    Raises ValueError if they would take too much memory: a file may take 64 MiB, or 300 times its own size.
+    Raises ValueError if they would take too much memory (a file may take 64 MiB, or 300 times its own size) or a named
+    column holds something else, and Arrow's exceptions if the file is damaged.
 
     Example:
         >>> read_columns(manifest, ["key", "label"])["key"]
@@ -47,8 +49,8 @@ def read_columns(data: bytes, names: Sequence[str] | None = None) -> pa.Table:
 
     # Then the strings. One that occurs often is stored once in the file; read as a dictionary, it takes little memory.
     strings = sorted({column.path_in_schema for column in columns if column.physical_type == _STRING})
-    once = pq.ParquetFile(pa.BufferReader(data), read_dictionary=strings)
-    for batch in once.iter_batches(_ROWS_AT_A_TIME, columns=strings) if strings else ():
+    as_dictionaries = pq.ParquetFile(pa.BufferReader(data), read_dictionary=strings)
+    for batch in as_dictionaries.iter_batches(_ROWS_AT_A_TIME, columns=strings) if strings else ():
         num_bytes += sum(map(_bytes_of_strings, batch.columns))
         check_memory(num_bytes, data)
     return file.read(columns=[field.name for field in fields])

@@ -39,22 +39,24 @@ class Prefetch(Iterator[T]):
     def close(self, wait_s: float = 0.0) -> None:
         """Stop producing, and wait up to ``wait_s`` seconds for the thread; the item in production may take longer."""
         self._closed.set()
-        if threading.current_thread() is not self._thread:  # which collects garbage, too, such as whoever closes this
+        # The thread itself may get here, and must not wait for itself: Python collects garbage in any thread, such as
+        # an object that closes this when it is deleted.
+        if threading.current_thread() is not self._thread:
             self._thread.join(wait_s)
 
     def _produce(self) -> None:
-        """Put items into the queue until they are exhausted or the queue is closed; an exception counts as the end."""
+        """Put items into the queue until they are exhausted or this is closed; an exception counts as the end."""
         try:
             for item in self._items:
                 if not self._offer(item):
                     break
-            getattr(self._items, "close", lambda: None)()  # generators have it
+            getattr(self._items, "close", lambda: None)()  # generators have this method, other iterators may not
             self._offer(_End(StopIteration()))
         except BaseException as error:
             self._offer(_End(error))
 
     def _offer(self, item: T | _End) -> bool:
-        """Put an item into the queue once there is room; return False if the queue was closed."""
+        """Put an item into the queue once there is room; return False if this was closed before."""
         while not self._closed.is_set():
             with suppress(queue.Full):
                 self._ready.put(item, timeout=0.1)

@@ -40,7 +40,7 @@ if "ARROW_DEFAULT_MEMORY_POOL" not in os.environ:
 
 
 class DamagedShard(ValueError):
-    """A shard does not hold the bytes that were written; the message says so."""
+    """A shard does not hold the bytes that were written; the message says what to do."""
 
 
 def _in_packing_order(images: Manifest) -> Manifest:
@@ -51,7 +51,8 @@ def _in_packing_order(images: Manifest) -> Manifest:
 def assign_shards(images: Manifest) -> list[Manifest]:
     """Shuffle images in a fixed way and divide them into shards; return those of each, in the order of its rows."""
     packed = _in_packing_order(images)
-    # A shard ends with the image in which its bytes do: bounds are the first image of each shard, and the end.
+    # All images one after the other are cut every SHARD_BYTES; an image is in the shard in which its first byte is. The
+    # bounds are the first image of each shard, and the end.
     starts = np.cumsum(packed.sizes_bytes) - packed.sizes_bytes
     _, shard = np.unique(starts // SHARD_BYTES, return_inverse=True)
     bounds = np.append(np.flatnonzero(np.diff(shard, prepend=-1)), len(images))
@@ -76,6 +77,7 @@ def shard_path(number: int, data: bytes) -> str:
 
 
 def _checksum(data: bytes) -> str:
+    """Return the checksum of a shard that its path contains: 64 bits of SHA-256, as hexadecimal digits."""
     return hashlib.sha256(data).hexdigest()[:16]
 
 
@@ -113,10 +115,13 @@ def is_shard_of(images: Manifest, path: str, data: bytes) -> bool:
 
 
 def each_packed(store: Store, packing: Packing) -> Iterator[tuple[int, bytes | Exception]]:
-    """Yield the index in ``packing`` and the content of each image, shard by shard; cached shards are not fetched."""
-    numbers, which = np.unique(packing.shard, return_inverse=True)
-    for arrived, column in shard_cache.get_each(store, [packing.shards[number] for number in numbers]):
-        for index in np.flatnonzero(which == arrived).tolist():
+    """Yield the index in ``packing`` and the content of each image, or why it cannot be read, shard by shard.
+
+    Shards come as they arrive, cached ones first.
+    """
+    numbers, position_of_image = np.unique(packing.shard, return_inverse=True)  # position: in ``numbers``
+    for position, column in shard_cache.get_each(store, [packing.shards[number] for number in numbers]):
+        for index in np.flatnonzero(position_of_image == position).tolist():
             row = int(packing.row[index])
             if isinstance(column, Exception):
                 yield index, column
@@ -125,31 +130,33 @@ def each_packed(store: Store, packing: Packing) -> Iterator[tuple[int, bytes | E
 
 
 class ShardCache:
-    """The shards that this process read last: those that a block needs, and others up to ``max_bytes``."""
+    """The images of the shards that this process read last, up to ``max_bytes``, or as many as a block needs."""
 
     def __init__(self, max_bytes: int = 128 << 20) -> None:
         self._max_bytes = max_bytes
-        self._columns: dict[tuple[str, str], pa.Array] = {}  # the least recently used first
+        # By URL of the store and path, the least recently used first.
+        self._columns: dict[tuple[str, str], pa.Array] = {}
         self._lock = threading.Lock()
 
     def get_each(self, store: Store, paths: Sequence[str]) -> Iterator[tuple[int, pa.Array | Exception]]:
-        """Yield the index of each shard in ``paths``, and its images or why it cannot be read."""
+        """Yield the index of each shard in ``paths``, and its images or why it cannot be read; cached shards first."""
         with self._lock:
             cached = {index: self._columns.get((store.url, path)) for index, path in enumerate(paths)}
         used = {index: column for index, column in cached.items() if column is not None}
         yield from used.items()
 
-        # Only whole shards are kept: one that could not be fetched, or is damaged, may be better the next time.
+        # Fetch the others. Only whole shards are kept: one that could not be fetched, or is damaged, may be better the
+        # next time.
         missing = [index for index in cached if index not in used]
-        for arrived, data in fetch_each(store.get, [paths[index] for index in missing]):
+        for position, data in fetch_each(store.get, [paths[index] for index in missing]):
+            index = missing[position]
             column: pa.Array | Exception = data
             if isinstance(data, bytes):
                 try:
-                    path = paths[missing[arrived]]
-                    column = used[missing[arrived]] = _parse(path, data, ["image"])["image"].chunk(0)
+                    column = used[index] = _parse(paths[index], data, ["image"])["image"].chunk(0)
                 except DamagedShard as error:
                     column = error
-            yield missing[arrived], column
+            yield index, column
 
         # What was used now is the newest. The least recently used shards of the others go if the cache is too large.
         newest = {(store.url, paths[index]): column for index, column in used.items()}
@@ -166,7 +173,10 @@ shard_cache = ShardCache()
 
 
 def _parse(path: str, data: bytes, columns: list[str]) -> pa.Table:
-    """Return some columns of a shard, in one chunk each. Raise DamagedShard if its content is not that of ``path``."""
+    """Return some columns of a shard, ``image`` among them, in one chunk each.
+
+    Raises DamagedShard if ``data`` is not what was written to ``path``, or no shard that raytrain writes.
+    """
     if not path.endswith(f"-{_checksum(data)}.parquet"):
         raise DamagedShard(_DAMAGED)
     try:

@@ -21,9 +21,9 @@ from raytrain.runs.stored_rows import FIELDS, StoredRows, read_rows
 from raytrain.storage.open import check_output, new_output
 
 pc: Any = pyarrow.compute  # whose functions are made at import
-_FORMULA = r"^[=+\-@\t\r\n]"
+_FORMULA = r"^[=+\-@\t\r\n]"  # the beginning of a text that a spreadsheet computes
 _MAX_COLUMNS = 1000
-_VALUE = {pa.string(): str, pa.int64(): int, pa.float64(): float}
+_PYTHON_TYPE = {pa.string(): str, pa.int64(): int, pa.float64(): float}
 
 
 def encode_table(table: pa.Table, output: str) -> bytes:
@@ -36,7 +36,10 @@ def encode_table(table: pa.Table, output: str) -> bytes:
 
 @contextmanager
 def table_writer(sink: Any, output: str, schema: pa.Schema) -> Generator[Callable[[pa.Table], None]]:
-    """Yield a function that adds tables of ``schema`` to ``sink``, a path or a stream, in the format of ``output``."""
+    """Yield a function that adds tables of ``schema`` to ``sink``, a path or a stream, as .csv if ``output`` ends so.
+
+    Otherwise, it writes Parquet. Texts that a spreadsheet would compute are quoted in CSV.
+    """
     if output.endswith(".csv"):
         with pyarrow.csv.CSVWriter(sink, _without_formulas(schema.empty_table()).schema) as writer:
             yield lambda table: writer.write_table(_without_formulas(table))
@@ -79,6 +82,9 @@ def export_history(storage: str, name: str, output: str) -> int:
 
     The table has a column for each name that occurs in the history, and null where a row lacks the name.
 
+    Raises UsageError if there is no such run, ``output`` has another suffix or no folder, or the history has over 1,000
+    names; StorageError if it cannot be read or written.
+
     Example: ``export_history("s3://runs/photos", "first", "history.csv")``.
     """
     check_output(output, (".parquet", ".csv"))
@@ -112,11 +118,12 @@ def _as_table(rows: Sequence[MetricRow], schema: pa.Schema) -> pa.Table:
         present = rows.table.column_names
         nulls = {field.name: pa.nulls(len(rows), field.type) for field in schema if field.name not in present}
         return pa.table([nulls[name] if name in nulls else rows.table[name] for name in schema.names], schema=schema)
-    # A value may be whole in one row and not in the next: the type of the column decides.
+    # The same metric may be an integer in one row and have a fraction in the next, so each value becomes one of the
+    # type of its column.
     documents = [row.to_json() for row in rows]
     columns = list[pa.Array]()
     for field in schema:
         values = [document.get(field.name) for document in documents]
-        kind = _VALUE[field.type]
-        columns.append(pa.array([None if value is None else kind(value) for value in values], field.type))
+        to_type = _PYTHON_TYPE[field.type]
+        columns.append(pa.array([None if value is None else to_type(value) for value in values], field.type))
     return pa.table(columns, schema=schema)
