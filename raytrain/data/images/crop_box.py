@@ -24,18 +24,18 @@ from raytrain.errors import UsageError
 
 Pixels = npt.NDArray[np.uint8]
 
-ROUNDING = 1e-6  # pixels
+ROUNDING = 1e-6  # pixels, more than an error of rounding
 
-_AREA, _ASPECT, _TOP, _LEFT, _NUMBERS_PER_CROP = range(5)
-_MIN_AREA = 0.08
-_LOG_ASPECT = math.log(4 / 3)
+_AREA, _ASPECT, _TOP, _LEFT, _NUMBERS_PER_CROP = range(5)  # the random numbers of a crop, and how many they are
+_MIN_AREA = 0.08  # fraction of the image
+_LOG_ASPECT = math.log(4 / 3)  # of the largest ratio; the smallest one is its inverse
 _CROP_STREAM = 1  # keeps the random numbers of the crops apart from the order of the samples and other augmentation
 
 
 class CropBox(NamedTuple):
-    """A part of an image in pixels, from edge to edge, and the size that it is resized to.
+    """A part of an image in pixels, from edge to edge, and the size in pixels that it is resized to.
 
-    If that is smaller than the output, the part is centred on black.
+    If that size is smaller than the output, the part is centred on black.
     """
 
     left: float
@@ -72,9 +72,9 @@ class Crop(NamedTuple):
         if self.kind == "random":
             left, top, right, bottom = map(float, _edges(image, self.numbers))
         elif self.kind == "crop":
-            # The largest box that has the shape of the output, made smaller around its centre.
+            # The largest box that has the shape of the output, made smaller around its centre. The product may be
+            # rounded to a little more than the side: a box must not begin before the first pixel.
             scale = self.fraction * min(image[0] / height, image[1] / width)
-            # The product may be rounded to a little more than the side: a box must not begin before the first pixel.
             box_height, box_width = min(height * scale, image[0]), min(width * scale, image[1])
             top, left = (image[0] - box_height) / 2, (image[1] - box_width) / 2
             right, bottom = left + box_width, top + box_height
@@ -85,6 +85,7 @@ class Crop(NamedTuple):
 
 
 STRETCH = Crop()
+"""The whole image, distorted to the output."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,7 @@ class Cropping:
 
 
 STRETCHED = Cropping()
+"""Whole images, distorted to the output."""
 
 
 def crop_numbers(seed: int, epoch: int, draws: Int64s) -> Floats:
@@ -129,8 +131,8 @@ def crop_boxes(image: Size, numbers: Floats) -> Floats:
     """Return a random box for each row of ``numbers`` (n, 4): left, top, right and bottom in pixels, float64 (n, 4).
 
     A box has 8 % to 100 % of the area and an aspect ratio of 3:4 to 4:3 (Szegedy et al. 2015).
-    Like torchvision's RandomResizedCrop, except that a side longer than the image is cut to the image instead of drawn
-    again, and that a box may start between two pixels.
+    It is that of torchvision's RandomResizedCrop, except that a side longer than the image is cut to the image instead
+    of drawn again, and that a box may start between two pixels.
     """
     return np.stack(_edges(image, numbers.T), axis=1)
 
@@ -138,7 +140,7 @@ def crop_boxes(image: Size, numbers: Floats) -> Floats:
 def _edges(image: Size, numbers: Sequence[Any] | Floats) -> tuple[Any, ...]:
     """Return left, top, right and bottom of one box, for four floats, or of n boxes, for an array (4, n).
 
-    One box is not an array with n = 1, because that takes 40 µs longer than floats.
+    A single box gets floats, because an array with n = 1 takes 40 µs longer.
     """
     height, width = image
     area = height * width * (_MIN_AREA + (1 - _MIN_AREA) * numbers[_AREA])
@@ -155,7 +157,8 @@ def cut(image: Pixels | Any, box: CropBox, size: Size) -> Pixels:
 
     ``size`` is (H, W). A Pillow image is resized by Pillow, whichever library the box names.
     """
-    # If the whole image is wanted in the size that it has, there is nothing to do.
+    # If the whole image is wanted in the size that it has, there is nothing to do. The first four values of a box are
+    # its edges, the next two the size that it is resized to.
     is_array = isinstance(image, np.ndarray)
     width, height = image.shape[1::-1] if is_array else image.size
     if is_array and (height, width) == size and box[:6] == (0, 0, width, height, height, width):
@@ -173,7 +176,7 @@ def cut(image: Pixels | Any, box: CropBox, size: Size) -> Pixels:
     # Resize it. The part has whole pixels, so the resizers also get the exact edges of the box within it.
     if is_array and box.resizer == "cykooz" and box.interpolation == "bilinear":
         resized = _resize_fast(seen, box)
-    else:  # Pillow; bicubic pixels of the fast resizer differ from Pillow's by 2
+    else:  # Pillow; also for bicubic, since the other library's pixels differ from Pillow's by 2 of 255
         if is_array:
             seen = np.ascontiguousarray(seen)
             seen = Image.fromarray(seen[:, :, 0] if seen.shape[2] == 1 else seen)
@@ -192,12 +195,15 @@ def cut(image: Pixels | Any, box: CropBox, size: Size) -> Pixels:
 
 
 def fastest_resizer() -> Resizer:
-    """Return the fastest library for resizing images that this Python has."""
+    """Return the fastest library for resizing images that this Python has; nothing is imported."""
     return "cykooz" if find_spec("cykooz_resizer") else "pillow"
 
 
 def _resize_fast(pixels: Pixels, box: CropBox) -> Pixels:
-    """Resize the ``box`` of decoded pixels, uint8 (h, w, C), bilinearly and in a third of Pillow's time."""
+    """Resize the ``box`` of decoded pixels, uint8 (h, w, C), bilinearly and in a third of Pillow's time.
+
+    Returns uint8 (box.height, box.width, C). Raises UsageError if the library is not installed.
+    """
     height, width, channels = pixels.shape
     try:
         import cykooz_resizer as cykooz
@@ -210,8 +216,8 @@ def _resize_fast(pixels: Pixels, box: CropBox) -> Pixels:
     # The library takes and returns bytes, one pixel after another.
     kind = cykooz.PixelType.U8 if channels == 1 else cykooz.PixelType.U8x3
     left, top = max(box.left, 0.0), max(box.top, 0.0)
-    # A little less than all: a sum that rounds up is outside of the image.
-    seen = min(box.right, width) - left - ROUNDING, min(box.bottom, height) - top - ROUNDING
+    # A little less than the size of the box: it is refused if left + width, rounded up, is beyond the image's edge.
+    box_size = min(box.right, width) - left - ROUNDING, min(box.bottom, height) - top - ROUNDING
     output = cykooz.ImageData(box.width, box.height, kind)
     cykooz.Resizer().resize(
         cykooz.ImageData(width, height, kind, pixels.tobytes()),
@@ -219,7 +225,7 @@ def _resize_fast(pixels: Pixels, box: CropBox) -> Pixels:
         cykooz.ResizeOptions(
             cykooz.ResizeAlg.convolution(cykooz.FilterType.bilinear),
             use_alpha=False,
-            crop_box=cykooz.CropBox(left, top, *seen),
+            crop_box=cykooz.CropBox(left, top, *box_size),
         ),
     )
     return np.frombuffer(output.get_buffer(), np.uint8).reshape(box.height, box.width, channels)

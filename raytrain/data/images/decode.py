@@ -34,6 +34,9 @@ from raytrain.data.images.image_format import MAX_IMAGE_BYTES, BadImage, ImageHe
 _JPEG = b"\xff\xd8\xff"
 """The first bytes of a JPEG."""
 
+_MIRRORED_ROWS, _MIRRORED_COLUMNS = (3, 4, 7, 8), (2, 3, 6, 7)
+"""Orientations of EXIF at which rows, or columns, are in reverse order, once width and height are swapped."""
+
 _ON_ITS_SIDE = (5, 6, 7, 8)
 """Orientations of EXIF at which width and height are swapped."""
 
@@ -83,7 +86,7 @@ _ISO_BRANDS = {b"avif": "AVIF", b"avis": "AVIF", b"heic": "HEIC", b"heix": "HEIC
 
 
 def decode(data: bytes, shape: ImageShape, crop: Crop = STRETCH) -> Pixels:
-    """Return the pixels of one image file, uint8 (H, W, C): its ``crop``, resized to ``shape``.
+    """Return the pixels of one image file, uint8 (H, W, C): the part that ``crop`` says, resized to ``shape``.
 
     A JPEG is decoded at 1/2, 1/4 or 1/8 of its size if then nothing needs to be enlarged. The image is what a
     browser shows on a white page: turned as EXIF says, white where it is transparent, the first picture of an
@@ -109,12 +112,12 @@ def decode(data: bytes, shape: ImageShape, crop: Crop = STRETCH) -> Pixels:
         orientation = _inspect_jpeg(data, height, width)
         size = (width, height) if orientation in _ON_ITS_SIDE else (height, width)
 
-        # Each side is reduced by 1, 2, 4 or 8, so that the crop box need not be enlarged. This is what Pillow's
-        # ``draft`` does; libjpeg's other scales take longer than all of the image.
+        # Both sides are divided by 1, 2, 4 or 8: the largest of these with which the crop box need not be enlarged.
+        # This is what Pillow's ``draft`` does; libjpeg's other scales take longer than the whole image does.
         box = crop(size, shape.size)
         scale = min(box.scale, 1.0)
-        most = min(side // math.ceil(side * scale - ROUNDING) for side in size)
-        factor = max(factor for factor in (1, 2, 4, 8) if factor <= most)
+        largest_factor = min(side // math.ceil(side * scale - ROUNDING) for side in size)
+        factor = max(factor for factor in (1, 2, 4, 8) if factor <= largest_factor)
         pixels = simplejpeg.decode_jpeg(
             data,
             "GRAY" if shape.channels == 1 else "RGB",
@@ -128,10 +131,14 @@ def decode(data: bytes, shape: ImageShape, crop: Crop = STRETCH) -> Pixels:
     except ValueError:  # Pillow may be able to decode the image, or raises an error with the reason
         return _decode_by_pillow(data, shape, crop)
 
-    # Upright, without a copy: (H, W, C), or (W, H, C) if the file is stored on its side.
+    # Turn the pixels upright, without a copy. A file that is stored on its side has them as (W, H, C).
     if orientation in _ON_ITS_SIDE:
         pixels = pixels.swapaxes(0, 1)
-    pixels = pixels[:: -1 if orientation in (3, 4, 7, 8) else 1, :: -1 if orientation in (2, 3, 6, 7) else 1]
+    row_step = -1 if orientation in _MIRRORED_ROWS else 1
+    column_step = -1 if orientation in _MIRRORED_COLUMNS else 1
+    pixels = pixels[::row_step, ::column_step]
+
+    # Pixels that were decoded at a fraction of the size have a crop box of their own.
     decoded_size = pixels.shape[:2]
     return cut(pixels, box if decoded_size == size else crop(decoded_size, shape.size), shape.size)
 
@@ -139,21 +146,23 @@ def decode(data: bytes, shape: ImageShape, crop: Crop = STRETCH) -> Pixels:
 def shrink(data: bytes, shorter_side: int) -> Pixels | None:
     """Return the whole image, upright, with a shorter side of ``shorter_side`` pixels, uint8 (H, W, C).
 
-    Return None if the image is not larger than that. C is 1 for a grey image. Raises :class:`BadImage`, as
+    Return None if the image is not larger than that. C is 1 for a grey image, else 3. Raises :class:`BadImage`, as
     :func:`decode` does.
     """
-    crop = Crop(interpolation="bicubic")
+    whole_image = Crop("stretch", interpolation="bicubic")  # the sides are in proportion, so nothing is distorted
 
-    def shrunk(size: Size) -> Size:
+    def shrunk_size(size: Size) -> Size:
+        """Return height and width in proportion to ``size``, with the wanted shorter side."""
         height, width = (round(side * shorter_side / min(size)) for side in size)
         return height, width
 
     with _opened(data) as image:
         if min(image.size) <= shorter_side:
             return None
-        upright = _load_upright(image, data, lambda size: crop(size, shrunk(size)))
+        upright = _load_upright(image, data, lambda size: whole_image(size, shrunk_size(size)))
         num_channels = 1 if upright.mode in ("1", "L", "I;16") else 3
-        return pixels_of(upright, ImageShape(*shrunk((upright.height, upright.width)), num_channels), crop)
+        shape = ImageShape(*shrunk_size((upright.height, upright.width)), num_channels)
+        return pixels_of(upright, shape, whole_image)
 
 
 def read_header(data: bytes) -> ImageHeader:
@@ -166,7 +175,7 @@ def read_header(data: bytes) -> ImageHeader:
 
 
 def _decode_by_pillow(data: bytes, shape: ImageShape, crop: Crop) -> Pixels:
-    """Return the pixels of one image file, as :func:`decode` does."""
+    """Return the pixels of one image file, as :func:`decode` does, with Pillow alone."""
     with _opened(data) as image:
         upright = _load_upright(image, data, lambda size: crop(size, shape.size))
         return pixels_of(upright, shape, crop)
@@ -175,9 +184,10 @@ def _decode_by_pillow(data: bytes, shape: ImageShape, crop: Crop) -> Pixels:
 def _load_upright(image: Any, data: bytes, box: Callable[[Size], CropBox]) -> Any:
     """Decode an image of which Pillow has read only the header, and return it upright.
 
-    ``box`` returns the crop box for an image's size. A JPEG is decoded at a fraction of its size if that is enough for
-    the box. Raises BadImage if the image would need too much memory.
+    ``box`` returns the crop box for an image's height and width. A JPEG is decoded at a fraction of its size if that is
+    enough for the box. Raises BadImage if the image would need too much memory or time.
     """
+    # Let Pillow decode a JPEG at a fraction of its size.
     orientation = 1
     if image.format == "JPEG":
         orientation = _inspect_jpeg(data, image.height, image.width)
@@ -210,7 +220,7 @@ def _load_upright(image: Any, data: bytes, box: Callable[[Size], CropBox]) -> An
 
 
 def turn_upright(image: Any) -> Any:
-    """Return an image of Pillow upright, as :func:`decode` turns its file: by EXIF, or the tags of a TIFF."""
+    """Return an image of Pillow upright, as :func:`decode` turns its file: by EXIF, or, for a TIFF, by its tags."""
     tags = getattr(image, "tag_v2", None)
     return _rotated(image, _exif_orientation(image.info.get("exif")) if tags is None else tags.get(_ORIENTATION, 1))
 
@@ -223,7 +233,10 @@ def _rotated(image: Any, orientation: int) -> Any:
 
 
 def _on_transparent_canvas(image: Any, frame: Any) -> Any:
-    """Return a GIF whose first ``frame`` is smaller than its canvas, transparent beside the frame as in browsers."""
+    """Return a GIF whose first ``frame`` is smaller than its canvas, transparent beside the frame as in browsers.
+
+    ``frame`` is left, top, right and bottom in pixels.
+    """
     from PIL import Image
 
     canvas = Image.new("RGBA", image.size, (255, 255, 255, 0))
@@ -244,12 +257,12 @@ def _with_transparent_colour(image: Any, data: bytes) -> Any:
         image.info["transparency"] = transparent * 255 // (2**depth - 1)
     elif colour_type == _PNG_RGB and depth == 16:
         # Pillow keeps only the high byte of each channel. Decoded with swapped bytes, the file yields the low ones.
-        with _opened(data) as other:
-            other.tile = [tile._replace(args=_LOW_BYTES) for tile in other.tile]
-            other.load()
-            low = np.asarray(other)
+        with _opened(data) as swapped:
+            swapped.tile = [tile._replace(args=_LOW_BYTES) for tile in swapped.tile]
+            swapped.load()
+            low_bytes = np.asarray(swapped)
         colour = np.array(transparent)
-        is_opaque = ((np.asarray(image) != colour >> 8) | (low != (colour & 255))).any(axis=2)
+        is_opaque = ((np.asarray(image) != colour >> 8) | (low_bytes != (colour & 255))).any(axis=2)
         del image.info["transparency"]
         image.putalpha(Image.fromarray(is_opaque.astype(np.uint8) * np.uint8(255)))
     return image
@@ -259,10 +272,11 @@ def pixels_of(image: Any, shape: ImageShape, crop: Crop = STRETCH) -> Pixels:
     """Return the pixels of an upright image of Pillow, uint8 (H, W, C), as :func:`decode` makes them of its file."""
     from PIL import Image
 
-    if image.mode.startswith("I"):  # 16 bits a pixel, which Pillow would clip instead of scale
+    # Make 8 bits a channel, and white of what is transparent. Pillow would clip grey values of 16 bits, not scale them.
+    if image.mode.startswith("I"):
         values = np.asarray(image)
-        white = values == image.info.get("transparency", -1)
-        image = Image.fromarray(np.where(white, 255, values >> 8).astype(np.uint8))
+        is_transparent = values == image.info.get("transparency", -1)
+        image = Image.fromarray(np.where(is_transparent, 255, values >> 8).astype(np.uint8))
     elif image.has_transparency_data:
         layer = image.convert("RGBA")
         image = Image.new("RGB", image.size, "white")
@@ -306,9 +320,15 @@ def _open_jpeg(data: bytes) -> Any:
 
 
 def _without_text(data: bytes) -> bytes:
-    """Return a PNG without large texts and colour profiles: Pillow refuses an image with one of more than 1 MiB."""
+    """Return a PNG without large texts and colour profiles: Pillow refuses an image with one of more than 1 MiB.
+
+    Other files are returned as they are.
+    """
     if not data.startswith(_PNG):
         return data
+
+    # A PNG is a sequence of chunks: 4 bytes of length, 4 of type, the content, and 4 of a checksum. ``start`` is where
+    # the bytes begin that are kept next.
     kept, start, position = [], 0, len(_PNG)
     while position + 8 <= len(data):
         stop = position + 12 + int.from_bytes(data[position : position + 4], "big")
@@ -329,7 +349,9 @@ def _inspect_jpeg(data: bytes, height: int, width: int) -> int:
     """
     num_pixels = width * height
     limit = _MAX_JPEG_PIXELS
-    # Only a large image, or one of many bytes, can have so many scans that they matter.
+
+    # Limit the pixels of all scans together. Only a large image, or one of many bytes, can have so many scans that they
+    # matter: a file of n bytes has at most n / _MIN_SCAN_BYTES.
     if num_pixels * len(data) > _MAX_SCANNED_PIXELS * _MIN_SCAN_BYTES and _is_read_in_scans(data):
         num_scans = max(1, data.count(_START_OF_SCAN))
         if num_pixels * num_scans > _MAX_SCANNED_PIXELS:
@@ -338,8 +360,8 @@ def _inspect_jpeg(data: bytes, height: int, width: int) -> int:
     if num_pixels > limit:
         raise too_large(width, height, limit)
 
-    blocks = (content for marker, content in _segments(data) if marker == _APP1 and content.startswith(_EXIF))
-    return _exif_orientation(next(blocks, None))
+    exif = (content for marker, content in _segments(data) if marker == _APP1 and content.startswith(_EXIF))
+    return _exif_orientation(next(exif, None))
 
 
 def plain_jpeg_size(data: bytes) -> Size | str:
@@ -353,7 +375,9 @@ def plain_jpeg_size(data: bytes) -> Size | str:
     if not data.startswith(_JPEG):
         return next((kind for start, kind in _OTHER_FORMATS.items() if data.startswith(start)), "no image")
 
-    # Collect the EXIF block and the frame. The first scan comes after both: then all that matters is known.
+    # Collect the EXIF block and the frame. The first scan comes after both: then all that matters is known. A frame is
+    # bits a channel (1 byte), height, width (2 each), the number of channels (1), and 3 bytes for each channel, of
+    # which the first is its name. A scan begins with the number of its channels.
     frame = exif = None
     for marker, content in _segments(data):
         if marker == _APP1 and exif is None and content.startswith(_EXIF):
@@ -366,9 +390,11 @@ def plain_jpeg_size(data: bytes) -> Size | str:
             frame = content
         elif marker == _START_OF_SCAN_MARKER and frame is not None and len(frame) > 5:
             bits, height, width, num_channels = struct.unpack_from(">BHHB", frame)
-            if num_channels not in (1, 3) or frame[6::3] == b"RGB":
+            names_of_channels = frame[6::3]
+            if num_channels not in (1, 3) or names_of_channels == b"RGB":
                 return "JPEG in RGB or CMYK"
-            if bits != 8 or content[:1] != frame[5:6] or not (height and width):
+            has_all_channels = content[:1] == bytes([num_channels])  # of the scan
+            if bits != 8 or not has_all_channels or not (height and width):
                 return "JPEG of a rare kind"
             if data.rfind(_END_OF_IMAGE) < data.rfind(_START_OF_SCAN):  # not those of a thumbnail in EXIF
                 return "JPEG without an end"
@@ -380,6 +406,8 @@ def _exif_orientation(exif: bytes | None) -> int:
     """Return the orientation in an EXIF block, 1 to 8; 1 (upright) if there is none, or the block is damaged."""
     if exif is None:
         return 1
+
+    # The block is a TIFF: the order of its bytes, and where its list of tags starts, each tag of 12 bytes.
     content = exif.removeprefix(_EXIF)
     with suppress(KeyError, struct.error):
         order = {b"II": "<", b"MM": ">"}[content[:2]]
@@ -394,7 +422,7 @@ def _exif_orientation(exif: bytes | None) -> int:
 
 def _is_read_in_scans(data: bytes) -> bool:
     """Return True if a JPEG is progressive, has its components in separate scans, or has an unusual header."""
-    num_components = 0
+    num_components = 0  # of the frame, once it is found
     for marker, content in _segments(data):
         if marker == _START_OF_SCAN_MARKER:  # whose content begins with the number of its components
             return content[:1] < bytes([num_components])
@@ -406,16 +434,16 @@ def _is_read_in_scans(data: bytes) -> bool:
 
 
 def _is_frame(marker: int) -> bool:
-    """Return True if a segment is a frame. Of the markers between those of frames, two are of tables, one is unused."""
+    """Return True if the marker is that of a frame. Between those of frames are two of tables and an unused one."""
     return 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC)
 
 
 def _segments(data: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yield marker and content of each segment of a JPEG, up to its first scan."""
-    position = 2
+    """Yield marker and content of each segment of a JPEG, up to its first scan, or to where the file is damaged."""
+    position = 2  # after the two bytes that begin every JPEG
     while position + 4 <= len(data) and data[position] == 0xFF:
         marker = data[position + 1]
-        if marker == 0xFF:  # padding
+        if marker == 0xFF:  # a byte that fills up, before the marker itself
             position += 1
             continue
         stop = position + 2 + int.from_bytes(data[position + 2 : position + 4], "big")

@@ -22,9 +22,11 @@ from raytrain.data.images.image_format import BadImage, ImageShape
 
 _MAX_BYTES = 1 << 30  # of memory for decoding: twice what one image may take
 _MAX_S = 60.0  # for one image
-# glibc gives the memory of a large image back after each use; getting it again takes half as long as decoding.
+# By default, glibc gives the memory of a large image back after each use; getting it again takes half as long as
+# decoding. These thresholds make it keep the memory.
 _KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(64 << 20)}
-_READY, _PIXELS, _REASON = b"ready", b"+", b"-"
+_READY = b"ready"  # the first message of the process
+_PIXELS, _REASON = b"+", b"-"  # how an answer begins: decoded pixels follow, or why there are none
 
 
 class DecodeProcess(AbstractContextManager["DecodeProcess"]):
@@ -38,15 +40,19 @@ class DecodeProcess(AbstractContextManager["DecodeProcess"]):
         self.close()
 
     def close(self) -> None:
-        """End the process."""
+        """End the process, if it runs."""
         if self._process is not None:
             self._process.kill()
             self._clean_up(self._process)
 
     def decode(self, data: bytes, crop: Crop = STRETCH) -> Pixels:
-        """Decode as ``decode`` does. An image that kills the process twice, or takes over a minute, is a BadImage."""
+        """Return the pixels of an image file, as :func:`raytrain.data.images.decode.decode` does.
+
+        Raises BadImage also if the image ends the process, or takes over a minute, twice. Raises RuntimeError if the
+        process cannot start.
+        """
         # Try twice, because the first time something else than the image may have killed the process.
-        ended = ""
+        how_it_ended = ""
         for _ in range(2):
             process = self._process or self._start()
             try:
@@ -59,7 +65,7 @@ class DecodeProcess(AbstractContextManager["DecodeProcess"]):
                 # The process has died, or takes too long: end it, and start another one next time.
                 if isinstance(error, TimeoutError):
                     process.kill()
-                ended = self._clean_up(process)
+                how_it_ended = self._clean_up(process)
             except BaseException:  # such as Ctrl-C: the answer to this image would be taken for that to the next one
                 self.close()
                 raise
@@ -67,39 +73,40 @@ class DecodeProcess(AbstractContextManager["DecodeProcess"]):
                 if answer.startswith(_REASON):
                     raise BadImage(answer[1:].decode())
                 return np.frombuffer(answer, np.uint8, offset=1).reshape(self._shape)
-        raise BadImage(f"decoding it ends the process ({ended})")
+        raise BadImage(f"decoding it ends the process ({how_it_ended})")
 
     def _start(self) -> subprocess.Popen[bytes]:
         """Start the process, and wait until it is ready. Raise RuntimeError if it cannot start."""
-        # Its errors go to a file: a pipe that nobody reads would stop it, and only the last line is wanted.
-        self._pipe, theirs = Pipe()
-        arguments = (theirs.fileno(), *self._shape)
+        # What the process writes to standard error goes to a file: a pipe that nobody reads would fill up and stop it,
+        # and only the last line is wanted.
+        self._pipe, its_end = Pipe()
+        arguments = (its_end.fileno(), *self._shape)
         with tempfile.TemporaryFile() as errors:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "raytrain.data.images.decode_process", *map(str, arguments)],
-                pass_fds=[theirs.fileno()],
+                pass_fds=[its_end.fileno()],
                 stdout=subprocess.DEVNULL,
                 stderr=errors,
                 start_new_session=True,  # a Ctrl-C in the terminal is for the driver alone
                 env={**_KEEP_MEMORY, **os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONSAFEPATH": "1"},
             )
-            theirs.close()
+            its_end.close()  # so that the pipe ends when the process does
             try:
                 with suppress(EOFError, OSError):
-                    self._pipe.recv_bytes()
+                    self._pipe.recv_bytes()  # _READY
                     return self._process
             except BaseException:  # such as Ctrl-C, as in decode
                 self.close()
                 raise
-            ended = self._clean_up(self._process)
+            how_it_ended = self._clean_up(self._process)
             errors.seek(0)
             last_line = errors.read().decode(errors="replace").strip().rpartition("\n")[2]
         raise RuntimeError(
-            f"The process that decodes images could not start ({ended}; {last_line or 'it said nothing'})."
+            f"The process that decodes images could not start ({how_it_ended}; {last_line or 'it said nothing'})."
         )
 
     def _clean_up(self, process: subprocess.Popen[bytes]) -> str:
-        """Forget the process, and return how it ended."""
+        """Forget the process and close its pipe; wait until it has ended, and return how, in a few words."""
         self._process = None
         self._pipe.close()
         status = process.wait()
@@ -107,7 +114,7 @@ class DecodeProcess(AbstractContextManager["DecodeProcess"]):
 
 
 class DecodeProcesses:
-    """A pool of processes that decode to ``shape``, as many as there were threads decoding at once."""
+    """A pool of processes that decode to ``shape``: one for each thread that decodes while all others are in use."""
 
     def __init__(self, shape: ImageShape) -> None:
         self._shape = shape
@@ -126,17 +133,19 @@ class DecodeProcesses:
             self._idle.append(process)
 
     def close(self) -> None:
-        """End the processes."""
+        """End the processes that are not lent."""
         while self._idle:
             self._idle.pop().close()
 
 
 def _serve(connection: Connection, shape: ImageShape) -> None:
     """Decode the images that come through the connection, until the other process closes it or ends."""
-    # An image that takes all memory shall end this process, before the kernel ends another one.
-    with suppress(OSError, ValueError):  # only Linux says how much is used now
-        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (used + _MAX_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    # An image that takes all memory shall end this process, before the kernel ends another one. So limit the address
+    # space to what is used now, and some memory for decoding. Only Linux says how much that is, in pages.
+    with suppress(OSError, ValueError):
+        used_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        _, hard_limit = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (used_bytes + _MAX_BYTES, hard_limit))
     connection.send_bytes(_READY)
     with suppress(EOFError, OSError):
         while True:

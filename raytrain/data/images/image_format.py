@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from raytrain.data.images.crop_box import STRETCHED, Cropping
 
-MAX_IMAGE_BYTES = 512 << 20  # of memory while one image is decoded: there are as many readers as CPUs
+MAX_IMAGE_BYTES = 512 << 20  # of memory while one image is decoded; as many are decoded at a time as there are CPUs
 
 
 class BadImage(ValueError):

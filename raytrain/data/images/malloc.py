@@ -20,4 +20,6 @@ def keep_freed_memory() -> None:
     with suppress(OSError, AttributeError):  # another C library
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_TRIM_THRESHOLD, _TRIM_LIMIT)
-        any(mallopt(_MMAP_THRESHOLD, limit) for limit in _MMAP_LIMITS)
+        for limit in _MMAP_LIMITS:
+            if mallopt(_MMAP_THRESHOLD, limit):  # 0 if glibc refuses the limit
+                break

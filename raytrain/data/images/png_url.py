@@ -9,7 +9,7 @@ from raytrain.data.images.crop_box import Pixels
 
 
 def png_url(pixels: Pixels) -> str:
-    """Return an image, uint8 (H, W, C), as a data URL.
+    """Return an image, uint8 (H, W, C) with C of 1 or 3, as a data URL.
 
     Example:
         >>> png_url(np.zeros((8, 8, 3), np.uint8))[:22]
