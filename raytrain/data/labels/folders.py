@@ -40,6 +40,7 @@ BOOLEANS = ("true", "True", "TRUE", "false", "False", "FALSE")
 
 _log = logging.getLogger("raytrain")
 _STRAY = "images outside of class folders"
+# Folders of these names are probably no classes, but hold the images or masks of a data set, or parts of it.
 _BESIDE_CLASSES = re.compile(r"(jpeg)?images?|masks?|annotations?|labels?|trimaps?|segmentation.*|unlabell?ed|unsup.*")
 _NUMBERED_PART = re.compile(r"(.*[ _.-])?(k?fold|cv|split|part|batch|chunk|images?)[ _.-]?\d+")
 _MASKS = ("_mask", "_seg", "_segmentation", "_gt")
@@ -51,7 +52,7 @@ _PUNCTUATION = re.compile(r"[\W_]+")
 def build_manifests(store: Store) -> dict[Part, Manifest]:
     """Return the images below ``store``: all as training images, or those of each part that has folders of its own.
 
-    Raises the same as :func:`build_manifest`.
+    Log which folder was taken for which part. Raises the same as :func:`build_manifest`.
     """
     # Packed images, and those in class folders alone, are all training images.
     packed = open_packed(store)
@@ -101,6 +102,8 @@ def build_manifest(store: Store, classes: tuple[str, ...] | None = None, part: P
     folders = read_folders([stored.path for stored in files.images], store.url)
     if folders.parts is None:
         return _label_by_folder(files, folders, classes, part)
+
+    # Take the folder of the part, or of the other held-out part.
     used = folders.part_like(part)
     if part is None or used is None:
         url, (first, second, *_) = store.url.rstrip("/"), folders.folder_of.values()
@@ -136,6 +139,8 @@ def _check_tables_below(files: Listing) -> None:
         label = next((column_of[name] for name in LABEL_COLUMNS if name in column_of), None)
         if not folder or label is None or column_of.keys().isdisjoint(KEY_COLUMNS):
             continue
+
+        # Several classes in one folder: its name is none of them. Say what to give in place of --data.
         classes = set(map(str, table[label].drop_null().to_pylist())) - {""}
         if len(classes) > 1:
             parts = parts_among(map(posixpath.dirname, tables))
@@ -149,7 +154,10 @@ def _check_tables_below(files: Listing) -> None:
 
 
 def _relabelled(packed: Manifest, classes: tuple[str, ...] | None) -> Manifest:
-    """Return packed images with labels that index ``classes``."""
+    """Return packed images with labels that index ``classes``, or their own classes if it is None.
+
+    Raises UsageError if they have a class that ``classes`` lacks, or, without it, only one class.
+    """
     check_classes(packed.classes, classes, packed.url, len(packed))
     index = {name: label for label, name in enumerate(classes or packed.classes)}
     label_of = np.array([index[name] for name in packed.classes], np.int32)
@@ -165,22 +173,27 @@ class FolderLabels:
     folder_of: Mapping[Part, str] = field(default_factory=dict)  # the folder of each part; others are not used
 
     def part_like(self, part: Part | None) -> Part | None:
-        """Return ``part`` if it has a folder, or else the other one that is held out; None for training images."""
+        """Return ``part`` if it is None or has a folder, or else the other held-out part that has one.
+
+        Return None if neither has, or training images have no folder.
+        """
         if part is None or part in self.folder_of:
             return part
         return next((other for other in HELD_OUT if part != "train" and other in self.folder_of), None)
 
 
 def read_folders(keys: Sequence[str], url: str) -> FolderLabels:
-    """Return the classes and parts of the images ``keys``, paths below ``url``; UsageError if they are ambiguous.
+    """Return the classes and parts of the images ``keys``, paths below ``url``, by their folders.
+
+    Log what is taken for granted; raise UsageError if the folders can be read in several ways.
 
     >>> read_folders(["cat/1.png", "dog/2.png"], "pets").classes
     ('cat', 'dog')
     """
     # Masks of a segmentation lie beside its images and look like images of the same class.
-    endings = [key for key in keys if posixpath.splitext(key)[0].endswith(_MASKS)]
-    stems = {posixpath.splitext(key)[0] for key in keys if endings}
-    if masks := [key for key in endings if key.rpartition("_")[0] in stems]:
+    may_be_masks = [key for key in keys if posixpath.splitext(key)[0].endswith(_MASKS)]
+    stems = {posixpath.splitext(key)[0] for key in keys} if may_be_masks else set[str]()
+    if masks := [key for key in may_be_masks if key.rpartition("_")[0] in stems]:
         sentence = "Images that look like masks of others are used as images: %s in %s, such as %s."
         _log.warning(sentence, f"{len(masks):,}", url, masks[0])
 
@@ -192,7 +205,7 @@ def read_folders(keys: Sequence[str], url: str) -> FolderLabels:
             "classes; put the class folders of those to train on into one folder, or give a label file with --labels."
         )
 
-    # train/cat, or else cat/train, or else cat alone.
+    # The folders may be train/cat, or else cat/train, or else cat alone.
     labels = _parts_above_classes(paths, tops, url) or _parts_below_classes(paths, url)
     if labels is None:
         _check_repeated(paths, url)
@@ -236,14 +249,20 @@ def _below_shared_folders(paths: list[tuple[str, ...]]) -> list[tuple[str, ...]]
 
 
 def _parts_above_classes(paths: list[tuple[str, ...]], tops: set[str], url: str) -> FolderLabels | None:
-    """Return labels for train/cat and test/cat; None if there are no folders of both with classes below."""
+    """Return labels for train/cat and test/cat; None if the top folders are not of both, or are classes themselves.
+
+    ``paths`` are the folders of each image, ``tops`` the first ones of these. Raises UsageError if the parts have no
+    classes or different ones, or other folders are beside them.
+    """
+    # Find the folder of each part, and the classes in it. Archives unpack as seg_train/seg_train/cat: the second of two
+    # folders of the same name is skipped, and so are folders that all images share, as in train/images/cat.
     folder_of: dict[Part, str] = {part: names[0] for part, names in names_of_parts(tops).items()}
     train, held_out = folder_of.get("train"), [folder_of[part] for part in HELD_OUT if part in folder_of]
     if train is None or not held_out:
         return None
     no_parts = sorted(top for top in tops if not is_part(top))
-    below = [path[2:] if len(path) > 2 and path[1] == path[0] else path[1:] for path in paths]  # seg_train/seg_train
-    below = _below_shared_folders(below)  # train/images/cat
+    below = [path[2:] if len(path) > 2 and path[1] == path[0] else path[1:] for path in paths]
+    below = _below_shared_folders(below)
     classes_in = {
         folder: {rest[0] for path, rest in zip(paths, below, strict=True) if rest and path[0] == folder}
         for folder in (train, *held_out)
@@ -283,7 +302,10 @@ def _parts_above_classes(paths: list[tuple[str, ...]], tops: set[str], url: str)
 def _problem_of_part(
     paths: list[tuple[str, ...]], classes_in: Mapping[str, set[str]], train: str, folder: str, url: str
 ) -> str | None:
-    """Return the sentence for a held-out ``folder`` without classes of the training images; None if it has some."""
+    """Return a sentence if a held-out ``folder`` has images in no class, or only in classes that ``train`` lacks.
+
+    Return None if it can be used.
+    """
     # Images in class folders of the same names are the usual case.
     num_direct = sum(path == (folder,) for path in paths)
     in_train, in_folder = classes_in[train], classes_in[folder]
@@ -304,15 +326,19 @@ def _problem_of_part(
 
 
 def _parts_below_classes(paths: list[tuple[str, ...]], url: str) -> FolderLabels | None:
-    """Return labels for cat/train and cat/test; None if the folders in the top folders are anything else."""
-    # Are the folders in the topmost ones parts, and nothing else? One class may have train/ where another has Train/.
-    seconds = {path[1] for path in paths if len(path) > 1}
-    spelling_of = {second.lower(): second for second in sorted(seconds, reverse=True)}
+    """Return labels for cat/train and cat/test; None if the folders in the top folders are anything else.
+
+    Raises UsageError if some images are beside the folders of parts, or all classes hold the same folders.
+    """
+    # Are the folders in the topmost ones parts, and nothing else? One class may have train/ where another has Train/:
+    # they are the same part, called by the spelling that sorts first.
+    second_folders = {path[1] for path in paths if len(path) > 1}
+    spelling_of = {folder.lower(): folder for folder in sorted(second_folders, reverse=True)}
     folder_of: dict[Part, str] = {part: names[0] for part, names in names_of_parts(spelling_of.values()).items()}
     if len(folder_of) < 2 or "train" not in folder_of:
         return None
     train, *_, last = folder_of.values()
-    if no_parts := sorted(second for second in seconds if not is_part(second)):
+    if no_parts := sorted(folder for folder in second_folders if not is_part(folder)):
         sentence = "%s/ and %s/ in the topmost folders of %s do not say what is held out: there are images in %s/, too."
         _log.warning(sentence, train, last, url, no_parts[0])
         return None
@@ -329,9 +355,9 @@ def _parts_below_classes(paths: list[tuple[str, ...]], url: str) -> FolderLabels
 
 
 def _check_repeated(paths: list[tuple[str, ...]], url: str) -> None:
-    """Log if several top folders hold folders of the same names; raise UsageError if all do, as either may be classes.
+    """Log if several top folders hold folders of the same names; raise UsageError if all hold the same ones.
 
-    An example is site1/cat, site1/dog, site2/cat and site2/dog.
+    In site1/cat, site1/dog, site2/cat and site2/dog, either the sites or the animals may be the classes.
     """
     tops = sorted({path[0] for path in paths if path})
     if len(tops) < 2 or any(len(path) < 2 for path in paths):
@@ -352,7 +378,11 @@ def _check_repeated(paths: list[tuple[str, ...]], url: str) -> None:
 def _label_by_folder(
     files: Listing, folders: FolderLabels, classes: tuple[str, ...] | None, part: Part | None
 ) -> Manifest:
-    """Return the images of one part, or of all parts, labelled by their folders."""
+    """Return the images of one part, or of all parts if ``part`` is None, labelled by their folders.
+
+    Labels index ``classes``, by default the names of the folders. Log what is left out, once for all parts. Raises
+    UsageError as :func:`check_classes` does.
+    """
     # Images in no class folder, and those of other parts, are left out.
     chosen = np.array(folders.classes, object) != ""
     files.left_out[_STRAY] = [files.images[index].path for index in np.flatnonzero(~chosen)]
@@ -377,7 +407,10 @@ def _label_by_folder(
 
 
 def check_classes(present: tuple[str, ...], classes: tuple[str, ...] | None, url: str, num_images: int) -> None:
-    """Raise UsageError unless ``present`` are at least two classes, or all among ``classes`` if these are given."""
+    """Raise UsageError unless ``present`` are at least two classes, or all among ``classes`` if these are given.
+
+    ``url`` and ``num_images`` are those of the images that have them, for the sentence.
+    """
     if not present:
         raise UsageError(
             f"There are no class folders below {url}, only {format_count(num_images, 'image')}; put each class into a "

@@ -24,9 +24,9 @@ def hold_out(
     """Hold out about ``fraction`` of each class at random; the same seed and images give the same split.
 
     Of a class of two or more images, at least one is on each side; the only image of a class is a training image.
-    With ``groups``, the name of each image's group (N,), every group is on one side as a whole, and a class may lack
-    validation images. It may also if an image can have several classes. Returns the training and the validation images,
-    each in the manifest's order: ``train, validation = hold_out(images, 0.2, seed=0)``.
+    With ``groups``, the name of each image's group (N,), every group is on one side as a whole. Then a class may lack
+    validation images, and so it may where an image can have several classes. Returns the training and the validation
+    images, each in the manifest's order: ``train, validation = hold_out(images, 0.2, seed=0)``.
 
     Raises UsageError if no group can be held out.
     """
@@ -48,10 +48,11 @@ def hold_out(
 def hold_out_fold(
     manifest: Manifest, fold: tuple[int, int], seed: int, groups: npt.NDArray[np.object_] | None = None
 ) -> tuple[Manifest, Manifest]:
-    """Hold out fold k of n for a cross-validation: each image is in one of the n folds, which have equal shares.
+    """Hold out one fold of a cross-validation: each image is in one of the folds, which have equal shares.
 
-    The share of each class is the same in all folds, up to one image. With ``groups``, (N,), every group is in one fold
-    as a whole. Returns the training and the held-out images: ``hold_out_fold(images, (2, 5), seed=0)``.
+    ``fold`` is its number, counted from 1, and the number of folds. The share of each class is the same in all folds,
+    up to one image. With ``groups``, (N,), every group is in one fold as a whole. Returns the training and the held-out
+    images: ``hold_out_fold(images, (2, 5), seed=0)``.
 
     Raises UsageError if there are fewer images of a class, or fewer groups, than folds.
     """
@@ -77,7 +78,10 @@ def hold_out_fold(
 
 
 def _folds_of_classes(manifest: Manifest, num_folds: int, seed: int) -> npt.NDArray[np.int64]:
-    """Return the fold of each image, (N,). The images of a class are dealt out to the folds like cards."""
+    """Return the fold of each image, (N,), from 0. The images of a class are dealt out to the folds like cards.
+
+    Raises UsageError if a class has fewer images than there are folds.
+    """
     counts = manifest.class_counts()
     if few := [name for name, count in zip(manifest.classes, counts, strict=True) if count < num_folds]:
         fewest = int(counts.min())
@@ -99,9 +103,9 @@ def _folds_of_classes(manifest: Manifest, num_folds: int, seed: int) -> npt.NDAr
 def _folds_of_groups(
     manifest: Manifest, groups: npt.NDArray[np.object_] | None, num_folds: int, seed: int
 ) -> npt.NDArray[np.int64]:
-    """Return the fold of each image, (N,). Each group, the largest first, goes to where its classes are rarest so far.
+    """Return the fold of each image, (N,), from 0. Each group goes to the fold where its classes are rarest so far.
 
-    Without ``groups``, (N,), each image is a group of its own.
+    Without ``groups``, (N,), each image is a group of its own. Raises UsageError if there are fewer groups than folds.
     """
     of_images = np.arange(len(manifest)) if groups is None else groups.astype(str)
     names, group = np.unique(of_images, return_inverse=True)
@@ -117,7 +121,8 @@ def _folds_of_groups(
     # Large groups come first, so that small ones can fill the gaps that they leave; the seed orders groups of one size.
     shares, sizes = _shares_of_groups(manifest, group, len(names)), np.bincount(group)
     shuffled = np.random.default_rng(abs(seed)).permutation(len(names))
-    fold_of_group, filled = np.zeros(len(names), np.int64), np.zeros((num_folds, shares.shape[1]))
+    fold_of_group = np.zeros(len(names), np.int64)
+    filled = np.zeros((num_folds, shares.shape[1]))  # the share of each class that each fold has so far
     num_images = np.zeros(num_folds, np.int64)
     for index in shuffled[np.argsort(-sizes[shuffled], kind="stable")]:
         # The sum of squares over all folds grows least where the group's classes are rarest so far. Where it grows by
@@ -133,12 +138,17 @@ def _folds_of_groups(
 def _held_out_groups(
     manifest: Manifest, groups: npt.NDArray[np.object_], fraction: float, seed: int
 ) -> npt.NDArray[np.bool_]:
-    """Return which images are held out, (N,): groups that bring the share of each class closer to ``fraction``."""
+    """Return which images are held out, (N,): groups that bring the share of each class closer to ``fraction``.
+
+    Raises UsageError if no group does.
+    """
     names, group = np.unique(groups.astype(str), return_inverse=True)
     sizes = np.bincount(group)
     shares = _shares_of_groups(manifest, group, len(names))
 
-    # Large groups come first, so that small ones can fill the gaps that they leave.
+    # Large groups come first, so that small ones can fill the gaps that they leave. ``distance`` is, for each
+    # class, how much more than ``fraction`` of it is held out so far. A group is held out if that makes the sum of the
+    # squares smaller.
     shuffled = np.random.default_rng(abs(seed)).permutation(len(names))
     chosen, distance = np.zeros(len(names), bool), np.full(shares.shape[1], -fraction)
     for number in shuffled[np.argsort(-sizes[shuffled], kind="stable")]:
@@ -156,7 +166,7 @@ def _held_out_groups(
 
 
 def _shares_of_groups(manifest: Manifest, group: npt.NDArray[np.integer], num_groups: int) -> npt.NDArray[np.float64]:
-    """Return the fraction of each class that each group has, (G, C).
+    """Return the fraction of each class that each of G groups has, (G, C). ``group`` is the group of each image, (N,).
 
     If images may have several classes, a further column has the fraction of all images, (G, C + 1).
     """

@@ -77,22 +77,22 @@ class LabelTable:
     pattern_digest: str | None = None
     """Stands for the rows if they were found by a pattern."""
 
-    def with_parts(self, others: Mapping[Part, LabelTable]) -> LabelTable:
-        """Return one table of these rows, for training, and of the rows of ``others``, each for its part.
+    def with_parts(self, held_out: Mapping[Part, LabelTable]) -> LabelTable:
+        """Return one table of these rows, for training, and of the rows of ``held_out``, each for its part.
 
         Raises UsageError if an image is in two tables, or a table has splits of its own.
         """
         # Each table is about one part, and no image may be in two.
-        tables: dict[Part, LabelTable] = {"train": self, **others}
+        tables: dict[Part, LabelTable] = {"train": self, **held_out}
         for part, table in tables.items():
-            is_own_part = is_training if part == "train" else is_held_out
-            if any(table.splits) and not all(map(is_own_part, table.splits)):
+            fits_part = is_training if part == "train" else is_held_out
+            if any(table.splits) and not all(map(fits_part, table.splits)):
                 raise UsageError(f"{table.url} says itself which images are held out; give it alone, with --labels.")
-        for one, other in combinations(tables.values(), 2):
-            if len(both := np.intersect1d(one.keys, other.keys)):
+        for first, second in combinations(tables.values(), 2):
+            if len(shared := np.intersect1d(first.keys, second.keys)):
                 raise UsageError(
-                    f"{one.url} and {other.url} both have {format_count(len(both), 'image')}, such as {both[0]!r}; "
-                    "leave each in one."
+                    f"{first.url} and {second.url} both have {format_count(len(shared), 'image')}, such as "
+                    f"{shared[0]!r}; leave each in one."
                 )
 
         # The rows of all tables, sorted by key, with the names of the parts as their splits.
@@ -116,11 +116,14 @@ class LabelTable:
         return hashlib.sha256("\1".join("\0".join(column) for column in columns).encode()).hexdigest()
 
     def rows_of(self, images: Manifest) -> Int64s:
-        """Return the row of each image, (len(images),); -1 if it has none."""
+        """Return the row of each image, (len(images),); -1 if it has none.
+
+        All keys are compared in the same form: the first of those below in which at least one image has a row.
+        """
         keys = [comparable_key(str(key)) for key in images.keys.to_pylist()]
 
         def rows_in(row_of: dict[str, int], *forms: Callable[[str], str]) -> Int64s | None:
-            """Return the rows by the first of ``forms`` of the images' keys that occurs in the table."""
+            """Return the rows by the first of ``forms`` in which a key of the images is in ``row_of``; else None."""
             for form in forms:
                 rows = np.array([row_of.get(form(key), -1) for key in keys], np.int64)
                 if (rows >= 0).any():
@@ -136,14 +139,15 @@ class LabelTable:
         # Or keys are paths on another machine, such as C:/photos/cat/1.jpg, where the folder of the images has the same
         # name: then compare what comes after that name, unless two keys are alike there.
         folder = posixpath.basename(images.url.rstrip("/"))
-        below = [(f"/{key}".partition(f"/{folder}/")[2], row) for row, key in enumerate(self.keys)]
-        by_path = {path: row for path, row in below if path}
-        is_unique = len(by_path) == sum(path != "" for path, _ in below)
+        paths = [f"/{key}".partition(f"/{folder}/")[2] for key in self.keys]  # empty if the folder is not in the key
+        by_path = {path: row for row, path in enumerate(paths) if path}
+        is_unique = len(by_path) == sum(path != "" for path in paths)
         rows = rows_in(by_path, str, _stem) if is_unique else None
         return np.full(len(keys), -1) if rows is None else rows
 
 
 def _stem(key: str) -> str:
+    """Return a key without the suffix of its file."""
     return posixpath.splitext(key)[0]
 
 
@@ -166,9 +170,10 @@ def read_label_file(
 
 
 def own_label_table(store: Store, columns: LabelColumns | None = None) -> LabelTable | None:
-    """Read the label file that lies beside the images, as in Hugging Face's image folders; None without labels.
+    """Read the label file that lies beside the images, as in Hugging Face's image folders.
 
-    Raises the same as :func:`read_label_file`.
+    Return None if there is none, or it has no column of labels. Log what was found. Raises the same as
+    :func:`read_label_file`.
     """
     columns = columns or LabelColumns()
     check_folder(store)
@@ -186,18 +191,25 @@ def own_label_table(store: Store, columns: LabelColumns | None = None) -> LabelT
 
 
 def _open_table(url: str, columns: LabelColumns, option: str | None = None) -> pa.Table:
-    """Read the table in a label file, whose columns of keys and labels may have the names that ``columns`` allows."""
+    """Read the table in a label file, whose columns of keys and labels may have the names that ``columns`` allows.
+
+    ``option`` names the file in error sentences.
+    """
+    # With several columns of labels, these hold 0 or 1, which are no numbers of classes.
     key_names = {columns.key.lower()} if columns.key else set(KEY_COLUMNS)
     label_names = {name.lower() for name in (columns.label or LABEL_COLUMNS) if len(columns.label) < 2}
     return read_table(url, key_names, label_names, option)
 
 
 def label_table(table: pa.Table, url: str, columns: LabelColumns, images_urls: Sequence[str]) -> LabelTable:
-    """Return the rows of a table of the label file ``url``; raise UsageError as :func:`read_label_file` does."""
+    """Return the rows of a table of the label file ``url``, and log what is not used of it.
+
+    Raises UsageError as :func:`read_label_file` does.
+    """
     if not len(table):
         raise UsageError(f"The label file {url} has no row; it must have one for each image.")
-    texts = texts_of(table, url, column_called(table, url, "--key-column", columns.key, KEY_COLUMNS))
-    keys = [normalized_key(key, images_urls) for key in texts.to_pylist()]
+    key_texts = texts_of(table, url, column_called(table, url, "--key-column", columns.key, KEY_COLUMNS))
+    keys = [normalized_key(key, images_urls) for key in key_texts.to_pylist()]
     split = _split_column(table, url, columns)
     group = columns.group and column_called(table, url, "--group-by", columns.group)
 
@@ -214,17 +226,18 @@ def label_table(table: pa.Table, url: str, columns: LabelColumns, images_urls: S
         labels = labels_of(table, url, columns)
 
     # Drop rows without a key, and repeated rows.
-    none = [""] * len(table)
+    empty = [""] * len(table)
     rows = pa.table(
         {
             "key": keys,
             "label": labels,
-            "split": pc.utf8_lower(texts_of(table, url, split)) if split else none,
-            "group": texts_of(table, url, group) if group else none,
+            "split": pc.utf8_lower(texts_of(table, url, split)) if split else empty,
+            "group": texts_of(table, url, group) if group else empty,
         }
     )
-    if num_without := len(rows) - len(rows := rows.filter(pc.not_equal(rows["key"], ""))):
-        _log.warning("Rows of %s that name no image are not used: %s.", url, f"{num_without:,}")
+    rows = rows.filter(pc.not_equal(rows["key"], ""))
+    if num_without_key := len(table) - len(rows):
+        _log.warning("Rows of %s that name no image are not used: %s.", url, f"{num_without_key:,}")
     if not len(rows):
         raise UsageError(f"No row of the label file {url} names an image; its keys are empty.")
     rows = rows.group_by(rows.column_names).aggregate([]).sort_by("key")
@@ -263,7 +276,10 @@ def comparable_key(key: str) -> str:
 
 
 def normalized_key(key: str, images_urls: Sequence[str]) -> str:
-    """Return a key as a path below one of ``images_urls``: ``./a//b.png`` and the whole URL become ``a/b.png``."""
+    """Return a key as a path below one of ``images_urls``: ``./a//b.png`` and the whole URL become ``a/b.png``.
+
+    The key of an image elsewhere stays a whole URL, or becomes a path without the slash at its start.
+    """
     key = comparable_key(key.strip()).removeprefix("file://")
     scheme, separator, path = key.rpartition("://")
     path = posixpath.normpath(path).removeprefix("./") if path else ""
@@ -280,44 +296,53 @@ def _split_column(table: pa.Table, url: str, columns: LabelColumns) -> str | Non
     not read.
     """
     label = find_column(table.column_names, next(iter(columns.label), None), LABEL_COLUMNS)
+    key = find_column(table.column_names, columns.key, KEY_COLUMNS)
     other_columns = [
         (name, column) for name, column in zip(table.column_names, table.columns, strict=True) if name != label
     ]
-    key = find_column(table.column_names, columns.key, KEY_COLUMNS)
-    named = [name for name, _ in other_columns if name.lower() == "split"]
-    saying, doubtful = list(named), list[str]()
-    for name, column in () if named else other_columns:
-        # Such a column has few different values, some of which mean training images and some held-out ones. Up to half
-        # of the values may mean neither, such as extra or unassigned: rows with these are counted, and not used.
+
+    # A column called split is the one. Otherwise, look for one with few different values, some of which mean training
+    # images and some held-out ones. Up to half of the values may mean neither, such as extra or unassigned: rows with
+    # these are counted, and not used. In the column of keys, all must, because names of files may be anything.
+    named_split = [name for name, _ in other_columns if name.lower() == "split"]
+    split_columns, doubtful = list(named_split), list[str]()
+    for name, column in () if named_split else other_columns:
         is_text = column.type in TEXT_TYPES or pa.types.is_dictionary(column.type)
         distinct = column.cast(pa.string()).unique() if is_text else ()
-        values = {str(value).strip() for value in distinct[:MOST_SPLITS]} - NO_LABELS
-        parts = set(filter(is_part, values))
-        if len(distinct) >= MOST_SPLITS or {True, False} != set(map(is_training, parts)):
+        if len(distinct) >= MOST_SPLITS:
+            continue
+        values = {str(value).strip() for value in distinct} - NO_LABELS
+        parts = set(parts_among(values))
+        if not parts:
             continue
         if parts == values or (name != key and 2 * len(parts) >= len(values)):
-            saying.append(name)
+            split_columns.append(name)
         elif name != key:
             doubtful.append(name)
-    if len(saying) > 1:
+    if len(split_columns) > 1:
         raise UsageError(
-            f"The columns {', '.join(map(repr, saying))} of the label file {url} all say the split; "
+            f"The columns {', '.join(map(repr, split_columns))} of the label file {url} all say the split; "
             "call the right one split."
         )
-    if saying and not named:
-        _log.warning("The column %r of %s says the split into training and held-out images.", saying[0], url)
+    if split_columns:
+        if not named_split:
+            _log.warning("The column %r of %s says the split into training and held-out images.", split_columns[0], url)
+        return split_columns[0]
+
     # Without such a column, tell whoever meant one to be it that it is not read.
-    for name in () if saying else [name for name, _ in other_columns]:
-        if not (is_part(name) or name.lower() in _NAMES_OF_SPLITS or name in doubtful):
-            continue
-        _log.warning(
-            "The column %r of %s is not read; a column split with train, validation and test would be.", name, url
-        )
-    return saying[0] if saying else None
+    for name, _ in other_columns:
+        if is_part(name) or name.lower() in _NAMES_OF_SPLITS or name in doubtful:
+            _log.warning(
+                "The column %r of %s is not read; a column split with train, validation and test would be.", name, url
+            )
+    return None
 
 
 def labels_of(table: pa.Table, url: str, columns: LabelColumns) -> list[str]:
-    """Return the label of each row: a class, or sorted classes joined by JOINED. Raise UsageError without a column."""
+    """Return the label of each row: a class, or sorted classes joined by JOINED; empty if it has none.
+
+    Raises UsageError if a column of labels is missing, or its values are not of the kind that ``columns`` asks for.
+    """
     # A column of 0 and 1 for each class.
     if len(columns.label) > 1:
         name, count = Counter(map(composed, columns.label)).most_common(1)[0]
@@ -361,7 +386,11 @@ def labels_of(table: pa.Table, url: str, columns: LabelColumns) -> list[str]:
 
 
 def _single_labels(labels: Sequence[str], url: str) -> list[str]:
-    """Return the class in each label, empty for a text that means "no label"; log how many of these there are."""
+    """Return the class in each label, empty for a text that means "no label"; log how many of these there are.
+
+    Raises UsageError if a label is a list of several.
+    """
+    # Each item of a list ends in JOINED (see texts_of), and a list of one item is as good as a text.
     if several := sum(label.count(JOINED) > 1 for label in labels):
         raise UsageError(
             f"{several:,} of {len(labels):,} rows of {url} have a list of several labels; give --label-separator , if "
@@ -370,18 +399,21 @@ def _single_labels(labels: Sequence[str], url: str) -> list[str]:
 
     # Among classes that are all numbers, -1 means "no label", too; among other classes it may be one.
     labels = [label.removesuffix(JOINED) for label in labels]
-    none, present = NO_LABELS, set(labels) - NO_LABELS
+    no_labels, present = NO_LABELS, set(labels) - NO_LABELS
     if present and all(_NUMBER.fullmatch(label) for label in present):
         labels = [label.removesuffix(".0") for label in labels]  # as pandas writes integers with gaps
-        none |= {"-1"}
-    if counts := Counter(label or "empty" for label in labels if not label or label in none):
-        texts = ", ".join(f"{count:,} {text}" for text, count in counts.items())
-        _log.warning("Rows of %s without a label are not used: %s (%s).", url, f"{counts.total():,}", texts)
-    return ["" if label in none else label for label in labels]
+        no_labels |= {"-1"}
+    if counts := Counter(label or "empty" for label in labels if label in no_labels):
+        counted_texts = ", ".join(f"{count:,} {text}" for text, count in counts.items())
+        _log.warning("Rows of %s without a label are not used: %s (%s).", url, f"{counts.total():,}", counted_texts)
+    return ["" if label in no_labels else label for label in labels]
 
 
 def column_called(table: pa.Table, url: str, option: str, name: str | None, usual: Sequence[str] = ()) -> str:
-    """Return the column called ``name``, or by one of the ``usual`` names. Raise UsageError if there is none."""
+    """Return the column called ``name``, or by one of the ``usual`` names; log if several have a usual name.
+
+    Raises UsageError, which tells the user to give ``option``, if there is none.
+    """
     column = find_column(table.column_names, name, usual)
     if name is None and len(candidates := [column for column in table.column_names if column.lower() in usual]) > 1:
         names = ", ".join(map(repr, candidates))
@@ -398,7 +430,9 @@ def column_called(table: pa.Table, url: str, option: str, name: str | None, usua
 
 
 def find_column(present: Sequence[str], name: str | None, usual: Sequence[str]) -> str | None:
-    """Return the column called ``name``, or else by one of the ``usual`` names in any case; None if there is none.
+    """Return the column called ``name``; without a name, the one with the first of the ``usual`` names, in any case.
+
+    Return None if there is none.
 
     >>> find_column(["Path", "Class"], None, LABEL_COLUMNS)
     'Class'

@@ -42,11 +42,11 @@ _COMPRESSIONS = {
     b"(\xb5/\xfd": "zstd",
     b"PK\3\4": "ZIP, as spreadsheets are",
 }
-_BLOCK_BYTES = 64 << 20  # a row may be as long, such as one with a mask
+_BLOCK_BYTES = 64 << 20  # the longest row that is read, such as one with a mask
 _LINES = re.compile(r"[\r\n]+")
 _NO_BLANK = re.compile(r"\S")
 _BETWEEN_WORDS = re.compile(r"[\s,;|]+")
-_CLASS_NAMES = "classes", "class_names", "categories", "names"
+_CLASS_NAMES = "classes", "class_names", "categories", "names"  # of a list of classes beside a table
 _Record = dict[str, Any]
 
 
@@ -105,7 +105,10 @@ def _decode_text(url: str, content: bytes) -> str:
 
 
 def _read_lines(text: str, suffix: str, key_names: Set[str]) -> pa.Table:
-    """Read columns between commas, semicolons, tabs or bars, or else between blanks, where keys may contain some."""
+    """Read columns that are separated by commas, semicolons, tabs or bars, or else by blanks.
+
+    Raises ValueError, such as pa.ArrowInvalid, if the lines have different numbers of columns.
+    """
     # Skip comments: lines at the top that begin with #, unless they name a column or an image.
     while (text := text.lstrip("\r\n")).startswith("#"):
         line, *rest = _LINES.split(text, maxsplit=1)
@@ -119,18 +122,20 @@ def _read_lines(text: str, suffix: str, key_names: Set[str]) -> pa.Table:
     lines = [line for line in _LINES.split(text.strip()) if line.strip()]
     header = re.sub('"[^"]*"', "", lines[0] if lines else "")
     delimiter = "\t" if suffix == ".tsv" and "\t" in header else max(",;\t|", key=header.count)
-    everywhere = lines if suffix == ".txt" else lines[:1]  # in other files, a quoted text may contain ends of lines
-    if lines and not all(delimiter in line for line in everywhere):
+    lines_with_delimiter = lines if suffix == ".txt" else lines[:1]  # others may have ends of lines in quoted texts
+    if lines and not all(delimiter in line for line in lines_with_delimiter):
         return _read_spaced(lines, key_names)
     return _read_csv(text, delimiter, suffix, key_names)
 
 
 def _read_csv(text: str, delimiter: str, suffix: str, key_names: Set[str]) -> pa.Table:
-    """Read all columns as text: 007 is not 7."""
+    """Read columns that are separated by ``delimiter``, all as text: 007 is not 7."""
     content = text.encode()
     read = pyarrow.csv.ReadOptions(block_size=_BLOCK_BYTES)
     parse = pyarrow.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
-    # Read the names first: Arrow needs them to be told that each column is text.
+
+    # Read the names first: only with them can Arrow be told that each column is text. If the first line is a row, give
+    # the columns names.
     names = pyarrow.csv.open_csv(io.BytesIO(content), read, parse).schema.names
     if not _is_header(names, key_names) and (suffix == ".txt" or any(map(_is_image, names))):
         read.column_names = names = _invented_names(names)
@@ -140,16 +145,22 @@ def _read_csv(text: str, delimiter: str, suffix: str, key_names: Set[str]) -> pa
 
 
 def _read_spaced(lines: Sequence[str], key_names: Set[str]) -> pa.Table:
-    """Read columns between blanks; the first one may contain some, as the path of an image does."""
+    """Read columns that are separated by blanks. The first one may contain blanks itself, as the path of an image may.
+
+    Raises ValueError if a line has fewer columns than the others.
+    """
     names = lines[0].split()
     has_header = _is_header(names, key_names)
-    num_columns = len(names)
-    if not has_header:
-        # One column for a list of images, two if the path of an image may contain blanks, else a column for each word.
-        num_words = {len(line.split()) for line in lines}
-        before_last = [line.rsplit(None, 1)[0] for line in lines]
-        if len(num_words) > 1 or (num_words != {1} and any(map(_is_image, before_last))):
-            num_columns = 1 if len(num_words) > 1 and all(map(_is_image, lines)) else 2
+    if has_header:
+        num_columns = len(names)
+    elif len({len(line.split()) for line in lines}) > 1:
+        # Paths that contain blanks give the lines different numbers of words: a line is a path, or a path and a label.
+        num_columns = 1 if all(map(_is_image, lines)) else 2
+    elif len(names) > 1 and any(_is_image(line.rsplit(None, 1)[0]) for line in lines):
+        # What comes before the last word of a line ends like an image: it is a path, and the last word is its label.
+        num_columns = 2
+    else:
+        num_columns = len(names)
     rows = [line.rsplit(None, num_columns - 1) for line in lines]
     for number, row in enumerate(rows, 1):
         if len(row) != num_columns:
@@ -162,10 +173,12 @@ def _read_spaced(lines: Sequence[str], key_names: Set[str]) -> pa.Table:
 
 
 def _is_header(names: Sequence[str], key_names: Set[str]) -> bool:
+    """Return True if one of ``names`` is that of a column of keys."""
     return any(name.strip().lower() in key_names for name in names)
 
 
 def _is_image(text: object) -> bool:
+    """Return True if a value ends like the name of an image."""
     return isinstance(text, str) and text.strip().lower().endswith(SUFFIXES)
 
 
@@ -182,14 +195,19 @@ def _invented_names(row: Sequence[object]) -> list[str]:
 
 
 def _read_json(text: str, suffix: str, key_names: Set[str], label_names: Set[str]) -> pa.Table:
-    """Read one document, or one after the other, with numbers as they are written."""
+    """Read one document, or several one after the other, with numbers as texts, as they are written.
+
+    Raises ValueError if it is no JSON, or has no table in a form that is known.
+    """
     decoder = json.JSONDecoder(parse_int=str, parse_float=str, parse_constant=str, object_pairs_hook=_refuse_repetition)
     documents, end = list[Any](), 0
     while start := _NO_BLANK.search(text, end):
         document, end = decoder.raw_decode(text, start.start())
         documents.append(document)
-    is_one = len(documents) == 1 and (suffix == ".json" or isinstance(documents[0], list))
-    document, class_names = _split_class_names(documents[0] if is_one else documents)
+
+    # A single document is the table, unless it is the only record of a .jsonl. Several documents are its records.
+    is_table = len(documents) == 1 and (suffix == ".json" or isinstance(documents[0], list))
+    document, class_names = _split_class_names(documents[0] if is_table else documents)
     records = _records(document, key_names)
     if class_names:
         _name_classes(records, class_names, label_names)
@@ -211,16 +229,18 @@ def _refuse_repetition(pairs: Sequence[tuple[str, Any]]) -> _Record:
 
 
 def _split_class_names(document: Any) -> tuple[Any, dict[str, str]]:
-    """Split a document into its table and the names of its classes by number.
+    """Split a document into its table and the names of its classes, by number as text; none if it does not name them.
 
-    Without a table beside them, what looks like names of classes is the table itself.
+    Without a table beside them, what looks like names of classes is the table itself. Raises ValueError if several
+    classes have the same name, or a class has no number.
     """
     if not isinstance(document, dict) or "annotations" in document:  # COCO's are read with its images
         return document, {}
     rest = {name: value for name, value in document.items() if name not in _CLASS_NAMES}
-    is_table = any(_is_list_of(value, (dict, list)) or _is_by_image(value) for value in rest.values())
+    has_table = any(_is_list_of(value, (dict, list)) or _is_by_image(value) for value in rest.values())
+    has_tables_of_parts = bool(rest) and all(map(is_part, rest))
     name = next((name for name in _CLASS_NAMES if isinstance(document.get(name), (dict, list))), None)
-    if name is None or not (is_table or (rest and all(map(is_part, rest)))):
+    if name is None or not (has_table or has_tables_of_parts):
         return document, {}
 
     # The names are a list, a list of COCO's categories, or an object from numbers to names or from names to numbers.
@@ -239,7 +259,7 @@ def _split_class_names(document: Any) -> tuple[Any, dict[str, str]]:
 
 
 def _records(document: Any, key_names: Set[str]) -> list[_Record]:
-    """Return the rows of a document in any form in which programs write tables."""
+    """Return the rows of a document in any form in which programs write tables; raise ValueError for other forms."""
     if isinstance(document, list):
         return _records_of_list(document)
     if not isinstance(document, dict) or not document:
@@ -255,8 +275,11 @@ def _records(document: Any, key_names: Set[str]) -> list[_Record]:
     lists = {name: value for name, value in document.items() if _is_list_of(value, (dict, list))}
     if len(lists) > 1:
         raise ValueError(f"it holds several tables, {', '.join(list(lists)[:5])}")
-    for rows in lists.values():
+    if lists:
+        (rows,) = lists.values()
         return _records_of_list(rows)
+
+    # Otherwise it is an object by image or by class, or holds a single one by image.
     by_image = [value for value in document.values() if _is_by_image(value)]
     return _keyed_records(by_image[0] if len(by_image) == 1 else document, key_names)
 
@@ -281,7 +304,10 @@ def _keyed_records(document: _Record, key_names: Set[str]) -> list[_Record]:
 
 
 def _coco_records(images: list[_Record], annotations: list[_Record], **rest: Any) -> list[_Record]:
-    """Return the images of a COCO document as rows, each with the list of its categories as label."""
+    """Return the images of a COCO document as rows, each with the list of its categories as label.
+
+    Without names of categories, their ids are the labels. Raises ValueError if ids or names are not unique.
+    """
     names = {category["id"]: category["name"] for category in rest.get("categories", ())}
     labels = {image["id"]: list[str]() for image in images}
     if len(labels) < len(images) or len(set(names.values())) < len(rest.get("categories", ())):
@@ -295,7 +321,10 @@ def _coco_records(images: list[_Record], annotations: list[_Record], **rest: Any
 
 
 def _records_of_list(rows: list[Any]) -> list[_Record]:
-    """Return the records of a list. Its items are records already, or lists with a value for each column."""
+    """Return the records of a list. Its items are records already, or lists with a value for each column.
+
+    Raises ValueError if they are anything else.
+    """
     if _is_list_of(rows, list):
         return _records_of_lists(_invented_names(rows[0]), rows)
     if not _is_list_of(rows, dict):
@@ -304,7 +333,7 @@ def _records_of_list(rows: list[Any]) -> list[_Record]:
 
 
 def _records_of_lists(columns: list[str], rows: list[list[Any]]) -> list[_Record]:
-    """Return a record for each of ``rows``, which have a value for each of ``columns``."""
+    """Return a record for each of ``rows``; raise ValueError if one does not have a value for each of ``columns``."""
     for number, row in enumerate(rows, 1):
         if len(row) != len(columns):
             values, names = format_count(len(row), "value"), format_count(len(columns), "column")
@@ -313,23 +342,28 @@ def _records_of_lists(columns: list[str], rows: list[list[Any]]) -> list[_Record
 
 
 def _is_list_of(value: object, kinds: type | tuple[type, ...]) -> bool:
+    """Return True if a value is a list of at least one item, all of these types."""
     return isinstance(value, list) and bool(value) and all(isinstance(item, kinds) for item in value)
 
 
 def _is_by_image(value: object) -> bool:
+    """Return True if a value is an object whose names are all those of images."""
     return isinstance(value, dict) and bool(value) and all(map(_is_image, value))
 
 
 def _name_classes(records: list[_Record], names: dict[str, str], label_names: Set[str]) -> None:
     """Replace numbers of classes by their ``names`` in the columns of labels, unless the labels are names already.
 
-    Raises ValueError if the labels may be either.
+    ``records`` are changed. Raises ValueError if the labels may be either, or a number has no name.
     """
     for column in {name for record in records for name in record if name.lower() in label_names}:
         labels_of_rows = [_texts_in(record.get(column)) for record in records]
         labels = {label for texts in labels_of_rows for label in texts}
-        if labels <= {"0", "1"} and {*map(len, labels_of_rows)} == {len(names)} != {1}:
-            continue  # flags, which are refused where labels are read
+
+        # Lists with a 0 or 1 for each class hold no numbers of classes. They are refused where labels are read.
+        are_flags = labels <= {"0", "1"} and all(len(texts) == len(names) for texts in labels_of_rows)
+        if are_flags and len(names) > 1:
+            continue
         if labels <= set(names.values()):
             if labels <= names.keys() and any(names[label] != label for label in labels):
                 raise ValueError(f"the labels, such as {min(labels)!r}, are numbers of its classes as well as names")
@@ -363,4 +397,5 @@ def _column(values: Sequence[Any]) -> pa.Array:
 
 
 def _text(value: Any) -> str | None:
+    """Return a value of JSON as the text of a label file, in which numbers are texts already; None for null."""
     return str(value).lower() if isinstance(value, bool) else value

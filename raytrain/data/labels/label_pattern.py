@@ -26,14 +26,15 @@ from raytrain.storage.store import Store
 LABEL = "label"
 
 _log = logging.getLogger("raytrain")
-_KEY = "key"
-_NUM_SHOWN = 3
+_KEY = "key"  # name of the column of paths, which no group of the pattern replaces
+_NUM_SHOWN = 3  # files that do not match
 
 
 def table_by_pattern(store: Store, pattern: str, columns: LabelColumns, max_bad_fraction: float) -> LabelTable:
-    """Return the labels that ``pattern`` finds in the names of the images below ``store``.
+    """Return the labels that ``pattern`` finds in the names of the images below ``store``, which are listed.
 
-    Raises UsageError if more than ``max_bad_fraction`` of the names do not match; the others are counted and not used.
+    Of ``columns``, only the group and the separator are used. Images whose names do not match are counted and not used.
+    Raises UsageError if these are more than ``max_bad_fraction``, or there are no images.
 
     Example: ``table_by_pattern(store, r"(?P<label>.+)_\\d+\\.jpg", LabelColumns(), 0.01).labels``
     """
@@ -68,10 +69,10 @@ def table_by_pattern(store: Store, pattern: str, columns: LabelColumns, max_bad_
             **{name: [match[name] or "" for match in matched] for name in names},
         }
     )
-    columns = LabelColumns(_KEY, (LABEL,), columns.group, columns.separator)
+    columns_of_table = LabelColumns(_KEY, (LABEL,), columns.group, columns.separator)
     left_out = {**images.left_out, "images that do not match --label-pattern": len(missed)}
     return replace(
-        label_table(table, f"--label-pattern {pattern}", columns, []),
+        label_table(table, f"--label-pattern {pattern}", columns_of_table, []),
         images=replace(images.select(np.array(chosen, np.int64)), left_out=left_out),
         pattern_digest=digest_of_pattern(pattern),
     )
@@ -89,8 +90,12 @@ def groups_in_names(keys: Sequence[str], pattern: str, group_by: str) -> npt.NDA
 
     Example: ``groups_in_names(["p1_cat_3.jpg"], r"(?P<patient>p\\d+)_(?P<label>.+)_", "patient")``
     """
-    found = [match and (match[group_by] or "") for match in _matches(keys, pattern)]
-    return None if None in found else np.array(found, object)
+    groups: list[str] = []
+    for match in _matches(keys, pattern):
+        if match is None:
+            return None
+        groups.append(match[group_by] or "")  # a group that is optional in the pattern may match nothing
+    return np.array(groups, object)
 
 
 def _matches(keys: Sequence[str], pattern: str) -> list[re.Match[str] | None]:

@@ -22,7 +22,7 @@ from raytrain.errors import UsageError, format_count
 from raytrain.storage.store import Store
 
 _log = logging.getLogger("raytrain")
-_NUM_SHOWN = 3
+_NUM_SHOWN = 3  # keys without an image
 _SEPARATORS = re.compile(r"[\s|;,/+&]+")
 
 
@@ -36,11 +36,15 @@ def labelled_parts(
     separately, by its own label file or its folders, unless ``--labels`` labels all images. If no part is held out, or
     only test images are and ``--validation-fraction`` is given, that fraction of the training images is held out for
     validation, in whole groups with ``--group-by``.
+
+    Raises UsageError if an image's part or class cannot be told, or too few images are left, and StorageError if a
+    store cannot be read.
     """
-    # First the images below --data, and all others that its label file labels.
+    # First the images below --data, and all others that its label file labels. That is the one of --labels, or lies
+    # beside the images. Held-out parts that it does not label are labelled apart.
     table = tables.get("train")
     apart: list[Part] = [part for part in HELD_OUT if part in stores and (table is None or part in tables)]
-    is_own_table = table is None
+    is_beside_images = table is None
     if table is None:
         table = own_label_table(stores["train"])
     if table is None and apart:
@@ -50,14 +54,15 @@ def labelled_parts(
     else:
         together: dict[Part, Store] = {part: store for part, store in stores.items() if part not in apart}
         parts = _parts_of_table(table, together, config.max_bad_fraction, has_others=bool(apart))
-        if is_own_table:  # a resumed run does not read this table again, and so cannot compare its digest
+        if is_beside_images:  # a resumed run does not read this table again, and so cannot compare its digest
             parts = {part: replace(images, labels_digest="") for part, images in parts.items()}
 
     # Then the parts with labels of their own.
     for part in apart:
-        own_table = tables.get(part)
-        parts[part] = images_of_part(stores[part], own_table, part, config.max_bad_fraction, parts["train"].classes)
+        table_of_part, classes = tables.get(part), parts["train"].classes
+        parts[part] = images_of_part(stores[part], table_of_part, part, config.max_bad_fraction, classes)
 
+    # Decide what is for validation.
     fraction = config.validation_fraction
     if config.fold is not None and "validation" in parts:
         raise UsageError(
@@ -65,8 +70,8 @@ def labelled_parts(
             "training images, or omit it."
         )
 
-    # Images are held out already. Those that choose a checkpoint are no test of it, so of two parts the second one is
-    # for validation.
+    # If images are held out already, they are used. Images that choose a checkpoint are no test of it: if test images
+    # are the only ones held out, they are for validation, unless other images are asked for.
     if "validation" in parts or ("test" in parts and fraction is None and config.fold is None):
         if fraction is not None:
             _log.warning("--validation-fraction %g is not used: the validation images are given.", fraction)
@@ -92,16 +97,20 @@ def _parts_of_table(
 ) -> dict[Part, Manifest]:
     """Return the images that one label file labels: those of each store, or those of each split in the file.
 
-    ``has_others``: held-out images have label files of their own, so this file may have training images alone.
+    ``has_others``: held-out images have label files of their own, so this file may have training images alone. Raises
+    UsageError as :func:`check_keys`, :func:`_split_names` and :func:`labelled` do.
     """
     listed = {part: table.images or list_images(store) for part, store in stores.items()}
     check_keys(table, tuple(listed.values()), max_bad_fraction)
     splits = _split_names(table, has_others=has_others)
-    # With a store of test images and rows whose split is val, these rows are about that store.
-    held_out = splits.keys() & {*HELD_OUT}
-    if len(held_out) == 1 and not held_out & listed.keys() and len(listed) > 1:
-        splits["test" if "test" in listed else "validation"] = splits.pop(held_out.pop())
 
+    # If the rows name one held-out part, and the only held-out store is given for the other one, such as rows whose
+    # split is val and a store of test images, then these rows are about that store.
+    held_out_splits = splits.keys() & {*HELD_OUT}
+    if len(held_out_splits) == 1 and not held_out_splits & listed.keys() and len(listed) > 1:
+        splits["test" if "test" in listed else "validation"] = splits.pop(held_out_splits.pop())
+
+    # The first part, training, decides on the classes. A part without a store has its images below --data.
     parts: dict[Part, Manifest] = {}
     for part in PARTS:
         if part in listed or part in splits:
@@ -123,7 +132,10 @@ def _report_divided_groups(group_by: str, parts: Sequence[tuple[LabelTable | Non
 
 
 def _split_names(table: LabelTable, *, has_others: bool = False) -> dict[Part, tuple[str, ...]]:
-    """Return the values of the column ``split`` that mean each part; empty without splits. Log values of no part."""
+    """Return the values of the column ``split`` that mean each part; empty without splits. Log values of no part.
+
+    Raises UsageError without a value for training, or, unless the file ``has_others`` beside it, for held-out images.
+    """
     present = sorted(set(table.splits))
     if not any(present):
         return {}
@@ -148,13 +160,15 @@ def images_of_part(
     Without a table, the label file beside the images labels them, or else their folders do. ``classes`` are those that
     the labels index: for held-out images, the classes of the training images. If the label file has no split for this
     part, the split of the other held-out part is used.
+
+    Raises UsageError if the images are not labelled as they should be, and StorageError if the store cannot be read.
     """
     if table is None:
-        own_table = own_label_table(store)
-        if own_table is None:
+        table_beside_images = own_label_table(store)
+        if table_beside_images is None:
             return build_manifest(store, classes, part)
-        images = images_of_part(store, own_table, part, max_bad_fraction, classes)
-        return replace(images, labels_digest="")  # the table is not read again
+        images = images_of_part(store, table_beside_images, part, max_bad_fraction, classes)
+        return replace(images, labels_digest="")  # a resumed run does not read the table again, so it cannot compare it
     images = table.images or list_images(store)
     check_keys(table, (images,), max_bad_fraction)
     if all(map(is_held_out, set(table.splits))):  # the file is of these images alone
@@ -165,9 +179,9 @@ def images_of_part(
 
 
 def check_keys(table: LabelTable, listed: Sequence[Manifest], max_bad_fraction: float) -> None:
-    """Log keys without an image and images without a key; UsageError if too many keys have no image.
+    """Log keys without an image and images without a key.
 
-    ``max_bad_fraction`` is the fraction of keys that may have none.
+    Raises UsageError if more than ``max_bad_fraction`` of the keys have no image, or a key has several images.
     """
     has_image = np.zeros(len(table.keys), bool)
     for images in listed:
@@ -177,7 +191,7 @@ def check_keys(table: LabelTable, listed: Sequence[Manifest], max_bad_fraction: 
         rows = table.rows_of(images)
 
         # Keys such as C:/photos/cat/1.jpg were written on another machine: log which image such a key is taken for.
-        first = int((rows >= 0).argmax()) if len(rows) else 0
+        first = int((rows >= 0).argmax()) if len(rows) else 0  # the first image that has a row, if any has
         if len(rows) and rows[first] >= 0:
             key, path = table.keys[rows[first]], images.keys[first].as_py()
             if len(key) > len(path):
@@ -226,7 +240,8 @@ def labelled(
     is none of them, or there is only one class. ``are_joined``: the caller has joined the classes of each image into
     one label on purpose, so that is not reported as a possible mistake.
     """
-    # Choose the images whose row has a label, or may have none, and of these the ones in the given splits.
+    # Choose the images that have a row (not -1) with a label; where an image may have several, it may have none. Of
+    # these, take the ones in the given splits.
     rows = table.rows_of(images)
     chosen = np.flatnonzero((rows >= 0) & ((table.labels[rows] != "") | (table.classes is not None)))
     num_left_out = len(images) - len(chosen)
@@ -256,10 +271,10 @@ def labelled(
     # With one class for each image, a label is the number of the class.
     label_of = {name: label for label, name in enumerate(classes)}
     left_out = {**images.left_out, "images that the label file leaves out": num_left_out}
-    about: dict[str, Any] = {"classes": classes, "left_out": left_out, "labels_digest": table.digest}
+    common: dict[str, Any] = {"classes": classes, "left_out": left_out, "labels_digest": table.digest}
     if table.classes is None:
         labels = np.array([label_of[name] for name in names], np.int32)
-        return replace(images.select(chosen), labels=labels, **about)
+        return replace(images.select(chosen), labels=labels, **common)
 
     # With several classes, a label is the number of a set of them: set_of_row is (rows,), label_sets is (K, C) for K
     # sets of C classes.
@@ -268,14 +283,15 @@ def labelled(
     for members, text in zip(label_sets, texts.tolist(), strict=True):
         members[[label_of[name] for name in text.split(JOINED) if name]] = True
     labels = set_of_row.astype(np.int32)[rows[chosen]]
-    return replace(images.select(chosen), labels=labels, label_sets=label_sets, **about)
+    return replace(images.select(chosen), labels=labels, label_sets=label_sets, **common)
 
 
 def _report_joined(classes: Sequence[str], url: str) -> None:
     """Log if labels look like several classes joined: one is a list or made of others, or half of them share parts."""
+    # A class is suspect if it has several words, and begins like a list or each of its words is a class, too.
     words = {name: set(_SEPARATORS.split(name)) for name in classes}
-    joined = (name for name in classes if len(words[name]) > 1 and (name[0] == "[" or words[name] <= words.keys()))
-    if (name := next(joined, None)) is not None:
+    suspects = (name for name in classes if len(words[name]) > 1 and (name[0] == "[" or words[name] <= words.keys()))
+    if (name := next(suspects, None)) is not None:
         sentence = "The label %r of %s is a class of its own; if it stands for several, give --label-separator."
         _log.warning(sentence, name, url)
         return

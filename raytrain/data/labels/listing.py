@@ -73,7 +73,10 @@ def check_folder(store: Store) -> None:
 
 
 def list_files(store: Store) -> Listing:
-    """List all files below ``store``. Raise StorageError if it cannot be listed, UsageError if it has no image."""
+    """List all files below ``store``; those whose size is that of a pointer of Git LFS are read.
+
+    Raises StorageError if it cannot be listed, and UsageError if it has no image.
+    """
     listing = Listing(store.url)
     candidates: list[StoredObject] = []
     markers: list[str] = []  # empty objects that stand for folders, as consoles of clouds make them
@@ -85,17 +88,21 @@ def list_files(store: Store) -> Listing:
             markers.append(f"{stored.path}/")
         else:
             listing.left_out[reason].append(stored.path)
+
+    # A folder of this machine may also have empty folders, whose paths end in a slash, and links that lead nowhere.
     for path in dead_ends(store):
-        listing.left_out[HIDDEN if is_hidden(path) else EMPTY if path.endswith("/") else LINKS].append(path)
+        reason = EMPTY if path.endswith("/") else LINKS
+        listing.left_out[HIDDEN if is_hidden(path) else reason].append(path)
 
     # Git LFS puts a small text in place of an image until somebody fetches that: files of its size are read.
-    short = [stored.path for stored in candidates if stored.size_bytes in _POINTER_BYTES]
-    contents = zip(short, store.get_many(short), strict=True) if short else ()
+    small_files = [stored.path for stored in candidates if stored.size_bytes in _POINTER_BYTES]
+    contents = zip(small_files, store.get_many(small_files), strict=True) if small_files else ()
     pointers = {path for path, data in contents if isinstance(data, bytes) and data.startswith(_POINTER)}
     listing.left_out[POINTERS] += pointers
     listing.images = sorted(stored for stored in candidates if stored.path not in pointers)
 
-    # A marker of a folder counts as an empty folder if no image is below it.
+    # A marker of a folder counts as an empty folder if no image is below it: paths are sorted, so such an image would
+    # be the first one that follows the marker.
     for folder in markers:
         following = bisect(listing.images, folder, key=lambda image: image.path)
         if following == len(listing.images) or not listing.images[following].path.startswith(folder):
@@ -113,11 +120,12 @@ def why_left_out(path: str) -> str | None:
     """
     suffix = posixpath.splitext(path.lower())[1]
     if is_hidden(path):
-        # A class may be called .net; the hidden folders of programs have known names.
+        # A class may be called .net, so the user hears of its images. The hidden folders of programs have known names.
         *folders, name = path.split("/")
         dotted = [folder for folder in folders if folder.startswith(".")]
-        is_class = bool(dotted) and not any(map(_SYSTEM_DOTS.fullmatch, dotted)) and not is_hidden(name)
-        return DOTTED if is_class and suffix in SUFFIXES and _SYSTEM_FOLDERS.isdisjoint(folders) else HIDDEN
+        is_of_program = any(map(_SYSTEM_DOTS.fullmatch, dotted)) or not _SYSTEM_FOLDERS.isdisjoint(folders)
+        may_be_of_class = bool(dotted) and not is_of_program and not is_hidden(name)
+        return DOTTED if may_be_of_class and suffix in SUFFIXES else HIDDEN
     if suffix in SUFFIXES:
         return None
     if suffix in _TABLES:
@@ -128,7 +136,7 @@ def why_left_out(path: str) -> str | None:
 
 
 def is_hidden(path: str) -> bool:
-    """Return True if ``path`` is hidden, or a file that a system or a program keeps beside images."""
+    """Return True if ``path`` is hidden or in a hidden folder, or a system or a program keeps it beside images."""
     *folders, name = path.split("/")
     return any(part.startswith(".") for part in (*folders, name)) or (
         name in _SYSTEM_FILES or name.endswith("_$folder$") or not _SYSTEM_FOLDERS.isdisjoint(folders)
@@ -136,7 +144,10 @@ def is_hidden(path: str) -> bool:
 
 
 def _no_images(listing: Listing) -> UsageError:
-    """Return the error for a folder without images, which says what files it has instead, and what to do."""
+    """Return the error for a folder without images, which says what files it has instead, and what to do.
+
+    Raise it if there is nothing at all and the URL looks like a file.
+    """
     if not listing.counts:
         refuse_file(listing.url)
     reasons = ", ".join(counted(count, reason) for reason, count in Counter(listing.counts).most_common(4))
@@ -150,7 +161,7 @@ def _no_images(listing: Listing) -> UsageError:
 
 
 def refuse_file(url: str) -> None:
-    """Raise UsageError if ``url`` is a file, or looks like one; called if no folder of that name has images."""
+    """Raise UsageError if ``url`` is a pattern or a file, or ends like one. Call it if no such folder has images."""
     suffix = posixpath.splitext(url.rstrip("/").lower())[1]
     if "*" in url or suffix in (*_CONTAINERS, *SUFFIXES) or os.path.isfile(url):
         kind = "pattern" if "*" in url else f"{suffix} file".lstrip()
@@ -168,13 +179,18 @@ def report_left_out(listing: Listing, *, in_class_folders: bool = False) -> None
         return
     without_images = list[str]()
     if in_class_folders:
+        # The folders that files were lost from. A link without a suffix stands for a whole folder.
         lost = [path for reason, paths in listing.left_out.items() if reason not in _NO_LOSS for path in paths]
-        links = {path for path in listing.left_out[LINKS] if not posixpath.splitext(path)[1]}  # a whole folder each
-        folders_of_lost = {path.rpartition("/")[0] for path in lost} | links
-        folders = {stored.path.rpartition("/")[0] for stored in listing.images}
-        above = {folder.rpartition("/")[0] for folder in folders}
+        linked_folders = {path for path in listing.left_out[LINKS] if not posixpath.splitext(path)[1]}
+        folders_of_lost = {path.rpartition("/")[0] for path in lost} | linked_folders
+
+        # Those of them that have no image, but are in the same folder as one that has: they are probably classes, too.
+        folders_with_images = {stored.path.rpartition("/")[0] for stored in listing.images}
+        parents = {folder.rpartition("/")[0] for folder in folders_with_images}
         without_images = sorted(
-            folder for folder in folders_of_lost - folders if folder and folder.rpartition("/")[0] in above
+            folder
+            for folder in folders_of_lost - folders_with_images
+            if folder and folder.rpartition("/")[0] in parents
         )
     names = first_names(list(map(repr, without_images)))
     _log.warning("Left out below %s: %s.%s", listing.url, reasons, f" No image is left in {names}." if names else "")

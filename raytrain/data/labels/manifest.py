@@ -91,9 +91,12 @@ class Manifest:
     def digest(self) -> str:
         """SHA-256 of keys, labels, sizes, shards and rows, in hexadecimal, the same in any bucket or folder."""
         digest = hashlib.sha256()
-        for start in range(0, len(self), _DIGEST_ROWS):  # a list of all keys of 10⁸ images would take 10 GB
+        # The keys are joined by zeros, a part of them at a time: a list of all keys of 10⁸ images would take 10 GB.
+        for start in range(0, len(self), _DIGEST_ROWS):
             keys = self.keys.slice(start, _DIGEST_ROWS).to_pylist()
-            digest.update(("\0" * (start > 0) + "\0".join(keys)).encode())
+            if start > 0:
+                digest.update(b"\0")
+            digest.update("\0".join(keys).encode())
         digest.update(self.labels.astype("<i4").tobytes())
         digest.update(self.sizes_bytes.astype("<i8").tobytes())
         if self.label_sets is not None:
@@ -107,11 +110,12 @@ class Manifest:
         """The order in which packed images are read, for the plan; None if they are not packed."""
         if self.packing is None:
             return None
+        # A shard ends where the next image is in another one; -1, which is no shard, ends the last one.
         ends = np.flatnonzero(np.diff(self.packing.shard, append=-1)) + 1
         return ShardShuffle(np.diff(ends, prepend=0).astype(np.int64))
 
     def rows_per_block(self, shape: ImageShape, *, as_files: bool = False, most_bytes: int = BLOCK_BYTES) -> int:
-        """Return how many images are in a block of ``most_bytes`` if they are decoded to this shape, or stay files."""
+        """Return how many images are in a block of up to ``most_bytes``, decoded to ``shape`` or ``as_files``."""
         image_bytes = self.mean_bytes if as_files else shape.num_bytes
         return rows_per_block(image_bytes, packed=self.packing is not None, most_bytes=most_bytes)
 
@@ -121,7 +125,7 @@ class Manifest:
         return max(1, int(self.sizes_bytes.mean()))
 
     def class_counts(self) -> npt.NDArray[np.int64]:
-        """Return how many images have each class, (C,)."""
+        """Return how many images have each class, (C,). The images must have labels."""
         if self.label_sets is None:
             return np.bincount(self.labels, minlength=len(self.classes))
         return np.bincount(self.labels, minlength=len(self.label_sets)) @ self.label_sets
@@ -144,8 +148,10 @@ class Manifest:
         )
 
     def to_parquet(self) -> bytes:
-        """Encode a Parquet file with the columns key, label, size_bytes, etag; for packed images also shard and row."""
-        # Facts about the data set are metadata, facts about each image are columns.
+        """Encode a Parquet file with the columns key, label, size_bytes, etag; for packed images also shard and row.
+
+        What is about the data set as a whole, such as its classes and its digest, is in the file's metadata.
+        """
         metadata: dict[str, Any] = {
             "url": self.url,
             "classes": self.classes,
@@ -238,7 +244,10 @@ def list_images(store: Store) -> Manifest:
 
 
 def named_images(store: Store, keys: Sequence[str]) -> Manifest:
-    """Return a manifest of the files ``keys`` of ``store``, all UNLABELLED; raise UsageError if one does not exist."""
+    """Return a manifest of the files ``keys`` of ``store``, all UNLABELLED, without their sizes and entity tags.
+
+    Raises UsageError if one does not exist.
+    """
     for key in keys:
         if not store.exists(key):
             raise UsageError(f"There is no file {store.url}/{key}; check the path.")
@@ -265,7 +274,10 @@ def unlabelled(files: Listing) -> Manifest:
 
 
 def open_packed(store: Store) -> Manifest | None:
-    """Return the manifest of a packed data set; None if ``store`` has none, or packing has not finished."""
+    """Return the manifest of a packed data set; None if ``store`` has none, or packing has not finished.
+
+    Raises UsageError if the store is a file, and StorageError if it cannot be read, or the manifest is damaged.
+    """
     check_folder(store)
     try:
         index = store.get(PACKED_INDEX)

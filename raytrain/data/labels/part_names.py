@@ -43,19 +43,24 @@ def names_of_parts(names: Iterable[str]) -> dict[Part, tuple[str, ...]]:
     """
     ordered = sorted(set(names))
     kinds: dict[Part, re.Pattern[str]] = {"train": _TRAIN, "validation": _VALIDATION, "test": _TEST}
-    found: dict[Part, tuple[str, ...]] = {}
+    names_of: dict[Part, tuple[str, ...]] = {}
     for part, kind in kinds.items():
         if names_of_part := tuple(name for name in ordered if _has_word(kind, name)):
-            found[part] = names_of_part
-    return found
+            names_of[part] = names_of_part
+    return names_of
 
 
 def parts_among(names: Iterable[str]) -> list[str]:
-    """Return the sorted names that mean parts; empty unless there are both training and held-out images among them."""
+    """Return the sorted names that mean parts; empty unless some mean training and others held-out images.
+
+    >>> parts_among(["train", "val", "extra"]), parts_among(["train", "extra"])
+    (['train', 'val'], [])
+    """
     parts = sorted(filter(is_part, set(names)))
-    return parts if {True, False} == set(map(is_training, parts)) else []
+    num_training = sum(map(is_training, parts))
+    return parts if 0 < num_training < len(parts) else []
 
 
 def _has_word(kind: re.Pattern[str], name: str) -> bool:
-    """Return True if a whole word of ``name`` is of this kind."""
+    """Return True if a whole word of ``name``, in any case, matches ``kind``."""
     return any(kind.fullmatch(word) for word in _WORDS.split(name.lower()))
