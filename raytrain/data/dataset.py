@@ -111,9 +111,9 @@ class Dataset:
 
 
 def count_left_out(*parts: Manifest) -> dict[str, int]:
-    """Count the unused files beside the images by reason. Files of a folder that has several parts count once.
+    """Count the unused files beside the images by reason.
 
-    They count as the first of its ``parts`` says.
+    Parts that are in one folder have listed the same files, so only those of the first one count.
     """
     by_url = {manifest.url: manifest for manifest in reversed(parts)}
     return dict(sum((Counter(manifest.left_out) for manifest in reversed(by_url.values())), Counter[str]()))

@@ -352,9 +352,8 @@ class Archive:
             suffix = "." + self.image_suffix.lower().lstrip(".")
             chosen = [member for member in candidates if member.name.lower().endswith(suffix)]
             # --image-suffix png means 17.png even if the sample also has a 17.seg.png.
-            chosen = [
-                member for member in chosen if member.name.lower() == _sample_key(member.name.lower()) + suffix
-            ] or chosen
+            exact = [member for member in chosen if member.name.lower() == _sample_key(member.name.lower()) + suffix]
+            chosen = exact or chosen
         return chosen[0] if len(chosen) == 1 else None
 
     def _in_class_folders(
