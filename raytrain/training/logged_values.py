@@ -41,31 +41,42 @@ def logged_fractions(
                     f"run.log({name}=...) got a tuple of {len(pair)}; give (numerator, denominator), two numbers of "
                     "this worker's images, or one number, the mean over them."
                 )
-            fractions[name] = _detached(pair[0]), _detached(pair[1])
-            continue
-
-        # Other values are means, which are weighted by the number of images: a single one, or those of an object of
-        # torchmetrics. The latter are over all workers' images already, so each worker's counts the same.
-        if is_metric(value):
-            means, weight = joined_values(value, world_size), 1
+            found = {name: (_detached(pair[0]), _detached(pair[1]))}
+        # A metric object's value is over all workers' images already. Any other mean is weighted by the images.
+        elif is_metric(value):
+            members = joined_values(value, world_size)
+            named = [_named_numbers(member or name, measured, classes) for member, measured in members.items()]
+            found = {key: (number, 1) for numbers in named for key, number in numbers.items()}
         else:
-            means, weight = {name: value}, num_used
-        for member, measured in means.items():
-            prefix = member or name  # a single metric of torchmetrics has no name of its own
-            if _is_number(measured):
-                fractions[prefix] = _detached(measured) * weight, weight
-            elif isinstance(measured, Tensor) and measured.ndim == 1 and len(measured) <= _MOST_NUMBERS:
-                suffixes = classes if len(measured) == len(classes) else range(len(measured))
-                for suffix, number in zip(suffixes, _detached(measured), strict=True):
-                    fractions[f"{prefix} {suffix}"] = number * weight, weight
-            else:
-                shape = f" of the shape {tuple(measured.shape)}" if isinstance(measured, Tensor) else ""
-                raise UsageError(
-                    f"run.log({prefix}=...) got a {type(measured).__name__}{shape}; give one number, the mean over "
-                    f"this worker's images of the batch, (numerator, denominator), a vector of at most {_MOST_NUMBERS} "
-                    "numbers, or an object of torchmetrics."
-                )
+            numbers = _named_numbers(name, value, classes)
+            found = {key: (number * num_used, num_used) for key, number in numbers.items()}
+
+        if taken := fractions.keys() & found.keys():
+            raise UsageError(
+                f"run.log got {min(taken)} twice, the second time in {name}=...; give each another name, those of a "
+                'collection by its prefix, as in MetricCollection(..., prefix="train ").'
+            )
+        fractions |= found
     return fractions
+
+
+def _named_numbers(name: str, value: Any, classes: Sequence[str]) -> dict[str, Any]:
+    """Return the numbers of ``value``, which is logged as ``name``, by the names of their metrics."""
+    if _is_number(value):
+        return {name: _detached(value)}
+    if isinstance(value, Tensor) and value.ndim == 1 and len(value) <= _MOST_NUMBERS:
+        suffixes = classes if len(value) == len(classes) else range(len(value))
+        return {f"{name} {suffix}": number for suffix, number in zip(suffixes, _detached(value), strict=True)}
+    if isinstance(value, Mapping):  # of a wrapper such as ClasswiseWrapper
+        parts: Mapping[Any, Any] = value
+        named = [_named_numbers(f"{name} {key}", part, classes) for key, part in parts.items()]
+        return {key: number for numbers in named for key, number in numbers.items()}
+    shape = f" of the shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
+    raise UsageError(
+        f"run.log({name}=...) got a {type(value).__name__}{shape}; give one number, the mean over this worker's "
+        f"images of the batch, (numerator, denominator), a vector of at most {_MOST_NUMBERS} numbers, or an object of "
+        "torchmetrics."
+    )
 
 
 def _is_number(value: Any) -> bool:

@@ -31,8 +31,16 @@ def prepare_metric(metric: Any, is_placeholder: Callable[[], bool]) -> None:
     """Change ``metric`` in place: checkpoints then hold its state, and it learns nothing from a placeholder.
 
     ``is_placeholder`` tells, when the loop updates the metric, whether this worker has a placeholder at the moment.
+    Raises UsageError for a ``MinMaxMetric``.
     """
-    metric.persistent(True)
+    for part in metric.modules():  # wrappers hold other metrics, which have the states
+        if type(part).__name__ == "MinMaxMetric":
+            raise UsageError(
+                "run.prepare got a MinMaxMetric, whose minimum and maximum are in no state, so that a resumed run "
+                "would lose them; prepare the metric in it: the metrics history has all of its values."
+            )
+        if is_metric(part):
+            part.persistent(True)
     for member in _members(metric).values():
         member.update = _without_placeholders(member.update, is_placeholder)
 
@@ -90,10 +98,21 @@ def _joined(metric: Any, world_size: int) -> Any:
     joined.reset()
     try:
         for of_worker in metrics_of_workers:
-            joined.merge_state(of_worker.to(joined.device))
+            _merge(joined, of_worker.to(joined.device))
     except RuntimeError as error:
         raise UsageError(
             f"The states of {type(metric).__name__} on several workers cannot be merged ({error}); log sums of this "
             "worker's images as (numerator, denominator), or train on one worker."
         ) from None
     return joined
+
+
+def _merge(metric: Any, other: Any) -> None:
+    """Add the states of ``other`` to those of ``metric``, which is of the same class."""
+    parts, parts_of_other = ([part for part in each.modules() if is_metric(part)] for each in (metric, other))
+    for part, part_of_other in zip(parts, parts_of_other, strict=True):
+        # A wrapper such as ClasswiseWrapper, or the sum of two metrics, has no states but those of the metrics in it.
+        inner = [layer for layer in part.modules() if layer is not part and is_metric(layer)]
+        states_of_inner = {name for layer in inner for name in layer.metric_state}
+        if not inner or part.metric_state.keys() - states_of_inner:
+            part.merge_state(part_of_other)

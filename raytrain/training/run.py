@@ -373,8 +373,8 @@ class Run:
         Args:
             values: by name, one of: the mean over this worker's images of the batch, as a number or a tensor with one
                 number; ``(numerator, denominator)``, for a quotient that is not a mean over the images; a vector, whose
-                numbers become one metric each, named after the classes if there are as many; or an object of
-                ``torchmetrics``.
+                numbers become one metric each, named after the classes if there are as many; a dictionary of these
+                means; or an object of ``torchmetrics``.
 
         Raises UsageError for anything else, for names that the history has already, and before the first batch.
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torchmetrics import Metric, MetricCollection
-from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
+from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassRecall
+from torchmetrics.wrappers import ClasswiseWrapper, MinMaxMetric
 
 from raytrain.errors import UsageError
 from raytrain.runs.metric_row import MetricRow
@@ -23,7 +24,7 @@ STOPPED = dataclasses.replace(CASE, stop_after=2)
 
 
 def loop(run: Run) -> None:
-    """Logs a metric of all images since the start, one of lists of numbers, several at once, and one number a class."""
+    """Logs metrics of all images since the start: one of lists of numbers, several at once, and wrapped ones."""
     model = run.prepare(mlp())
     optimizer = run.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
     overall = run.prepare(MulticlassAccuracy(4, average="micro"))
@@ -34,15 +35,17 @@ def loop(run: Run) -> None:
     }
     several = run.prepare(MetricCollection(pair, compute_groups=False))  # it would guess that they are one
     of_class = run.prepare(MulticlassAccuracy(4, average="none"))
+    wrapped = run.prepare(ClasswiseWrapper(MulticlassRecall(4, average="none")))
+    twice = run.prepare(MulticlassAccuracy(4) + MulticlassRecall(4))
     for epoch in run.epochs():
         for batch in epoch:
             optimizer.zero_grad()
             logits = model(batch.images)
             entropy(model, batch).backward()
             optimizer.step()
-            for metric in (overall, area, several, of_class):
+            for metric in (overall, area, several, of_class, wrapped, twice):
                 metric.update(logits.detach(), batch.labels)
-            run.log(overall=overall, area=area, of_class=of_class, several=several)
+            run.log(overall=overall, area=area, of_class=of_class, several=several, wrapped=wrapped, twice=twice)
             of_class.reset()
 
 
@@ -69,7 +72,8 @@ def test_several_workers_measure_what_one_does(alone: list[dict[str, Any]], tmp_
     assert len(together) == len(alone) == 8
     for ours, theirs in zip(together, alone, strict=True):
         assert ours == pytest.approx(theirs, abs=1e-6)
-        assert {"overall", "area", "of_class a", "of_class d", "macro", "worst"} <= ours.keys()
+        assert {"overall", "area", "of_class a", "of_class d", "macro", "worst", "twice"} <= ours.keys()
+        assert {"wrapped multiclassrecall_0", "wrapped multiclassrecall_3"} <= ours.keys()
 
 
 def test_what_they_have_counted_is_in_the_checkpoint(alone: list[dict[str, Any]], tmp_path: Path) -> None:
@@ -129,3 +133,20 @@ def test_one_that_is_not_prepared_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"a MulticlassAccuracy that is not prepared"):
         unprepared(run)
     run.leave_batch()
+
+
+def test_collections_whose_metrics_have_the_same_names_are_refused(tmp_path: Path) -> None:
+    run = make_run(CASE.options, images(CASE.num_samples), str(tmp_path), Recorder())
+    hard, easy = (run.prepare(MetricCollection([MulticlassAccuracy(4)])) for _ in range(2))
+    for batch in next(iter(run.epochs(evaluate=dict))):
+        hard.update(torch.zeros(len(batch.labels), 4), batch.labels)
+        with pytest.raises(UsageError, match=r"got MulticlassAccuracy twice, the second time in easy=.*prefix="):
+            run.log(hard=hard, easy=easy)
+        break
+    run.leave_batch()
+
+
+def test_a_wrapper_that_keeps_numbers_outside_of_its_state_is_refused(tmp_path: Path) -> None:
+    run = make_run(CASE.options, images(CASE.num_samples), str(tmp_path), Recorder())
+    with pytest.raises(UsageError, match=r"MinMaxMetric, whose minimum and maximum are in no state"):
+        run.prepare(MinMaxMetric(MulticlassAccuracy(4)))
