@@ -90,12 +90,17 @@ class Dataset:
 
     def treated_as(self, config: TrainConfig) -> Dataset:
         """Return the same images, resized, cropped and normalised as these options say."""
+        # Smaller images are smoother, and deviate less from their mean.
+        format = evaluation_format(config)
+        mean, std = config.mean or self.mean, config.std or self.std
+        if format != self.evaluation_format:
+            mean, std = _mean_std(config, self.train_store, self.train, format)
         return replace(
             self,
             train_format=training_format(config),
-            evaluation_format=evaluation_format(config),
-            mean=config.mean or self.mean,
-            std=config.std or self.std,
+            evaluation_format=format,
+            mean=mean,
+            std=std,
         )
 
     def kept_on(self, disk: DiskCache | None) -> Dataset:
@@ -197,12 +202,8 @@ def open_dataset(config: TrainConfig, run_store: Store | None = None) -> Dataset
                     *(f"{num_trained:,}", f"{len(held_out):,}", part, part),
                 )
 
-    # Measure the mean and the deviation, unless both are given: that decodes up to 1,024 images.
     held_out_format = evaluation_format(config)
-    mean, std = config.mean, config.std
-    if mean is None or std is None:
-        measured_mean, measured_std = measure_mean_std(stores["train"], train, held_out_format, config.seed)
-        mean, std = mean or measured_mean, std or measured_std
+    mean, std = _mean_std(config, stores["train"], train, held_out_format)
 
     # Held-out images may be in the store of the training images, whichever way they were found there.
     store_of = {store.url: store for store in stores.values()}
@@ -287,6 +288,16 @@ def training_format(config: TrainConfig) -> ImageFormat:
         Cropping(crop_seed=crop_seed, interpolation=cropping.interpolation, resizer=resizer),
         as_files,
     )
+
+
+def _mean_std(
+    config: TrainConfig, store: Store, train: Manifest, format: ImageFormat
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return the mean and the deviation of each channel: those that are given, and measured ones in place of others."""
+    if config.mean is not None and config.std is not None:
+        return config.mean, config.std
+    mean, std = measure_mean_std(store, train, format, config.seed)  # decodes up to 1,024 images
+    return config.mean or mean, config.std or std
 
 
 def measure_mean_std(

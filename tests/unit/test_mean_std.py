@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from raytrain.data.dataset import measure_mean_std
+from raytrain.data.dataset import measure_mean_std, open_dataset
 from raytrain.data.images.image_format import ImageFormat, ImageShape
 from raytrain.data.labels.folders import build_manifest
+from raytrain.recipes import auto
 from raytrain.storage.open import open_store
 
 pytestmark = pytest.mark.not_quick  # the images are decoded in a process of their own
@@ -36,3 +37,14 @@ def test_they_are_those_of_all_pixels_and_need_little_more_memory_than_the_image
     assert mean == pytest.approx(values.mean(axis=0), abs=1e-6)
     assert std == pytest.approx((1e-3, *values.std(axis=0)[1:]), abs=1e-6)
     assert most < 3.5 * pixels.nbytes  # other threads of this process allocate, too
+
+
+def test_they_are_of_images_of_the_size_that_is_chosen_when_the_images_are_known(tmp_path: Path) -> None:
+    stripes = np.zeros((128, 128, 3), np.uint8)
+    stripes[::2] = 255  # which are grey in images of half the size
+    for name in ("train/even", "train/odd", "test/even", "test/odd"):
+        (tmp_path / name).mkdir(parents=True)
+        Image.fromarray(stripes).save(tmp_path / name / "1.png")
+    undecided = open_dataset(auto(data=str(tmp_path)))
+    decided = undecided.treated_as(auto(data=str(tmp_path), image_size=128))
+    assert decided.std == pytest.approx((0.5, 0.5, 0.5), abs=1e-6)
