@@ -22,6 +22,7 @@ from raytrain.errors import UsageError
 from raytrain.runs.metric_row import OWN_COLUMNS
 
 _NOT_A_NUMBER, _INFINITE = 2e299, 1e300  # stand for NaN and infinity in sums that are compared
+_PIECE = 6 * 2**20  # elements; a multiple of 2 and 3, as sums are also of every second and every third one
 _ROUNDINGS = 16  # rounding errors by which a tensor may differ after a step, relative to its norm
 
 
@@ -108,11 +109,18 @@ def _digest(tensor: Tensor) -> Tensor:
     compared.
     """
     values = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
-    if values.is_floating_point() and values.element_size() == 1:  # torch does not add up numbers of 8 bits
-        values = values.float()
-    sums = [values[::stride].sum(dtype=torch.float64) for stride in (1, 2, 3)]
-    norm = torch.linalg.vector_norm(values if values.is_floating_point() else values.double(), dtype=torch.float64)
-    return torch.stack([*sums, norm]).nan_to_num(nan=_NOT_A_NUMBER, posinf=_INFINITE, neginf=-_INFINITE)
+    if len(values) <= _PIECE:
+        sums = _sums(values)
+    else:
+        of_pieces = torch.stack([_sums(piece) for piece in values.split(_PIECE)])  # (pieces, 4)
+        sums = torch.cat([of_pieces[:, :3].sum(dim=0), torch.linalg.vector_norm(of_pieces[:, 3:], dim=0)])
+    return sums.nan_to_num(nan=_NOT_A_NUMBER, posinf=_INFINITE, neginf=-_INFINITE)
+
+
+def _sums(values: Tensor) -> Tensor:
+    """Return the sums of all, of every second and of every third of the ``values``, and their norm: float64 (4,)."""
+    values = values.double()
+    return torch.stack([*(values[::stride].sum() for stride in (1, 2, 3)), torch.linalg.vector_norm(values)])
 
 
 def digest_of(value: object) -> tuple[int, int]:
