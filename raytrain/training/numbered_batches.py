@@ -11,7 +11,10 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Iterator
-from types import FrameType
+from types import FrameType, ModuleType
+
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from raytrain.training.loop_source import NO_SOURCE
 
@@ -37,24 +40,26 @@ def number_that_decides(frame: FrameType) -> str | None:
         if isinstance(loop, ast.For) and loop.lineno <= line <= (loop.iter.end_lineno or loop.lineno):
             is_numbered = isinstance(loop.iter, ast.Call) and ast.unparse(loop.iter.func) == "enumerate"
             number = loop.target.elts[0] if isinstance(loop.target, ast.Tuple) else None
-            if is_numbered and isinstance(number, ast.Name) and _decides(number.id, loop.body):
+            if is_numbered and isinstance(number, ast.Name) and _decides(number.id, loop.body, frame):
                 return number.id
     return None
 
 
-def _decides(number: str, body: list[ast.stmt]) -> bool:
+def _decides(number: str, body: list[ast.stmt], frame: FrameType) -> bool:
     """Return whether ``number``, or what is computed from it, decides on a training call in the ``body`` of a loop.
 
-    It does in an ``if`` with such a call, and as an argument of a method ``step``, as of a scheduler.
+    It does in an ``if`` with such a call, and as an argument of a method ``step``, as of a scheduler. ``frame`` has the
+    variables of the loop.
     """
     names = {number}  # of variables that depend on the number
     for node in ast.walk(ast.Module(body, [])):
         if isinstance(node, ast.Assign) and names & set(_names_in(node.value)):
             names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
         elif isinstance(node, ast.If) and names & set(_names_in(node.test)):
-            if any(_TRAINING_CALLS & set(_methods_in(branch)) for branch in (*node.body, *node.orelse)):
+            calls = (call for branch in (*node.body, *node.orelse) for call in ast.walk(branch))
+            if any(_trains(call, frame) for call in calls):
                 return True
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".step"):
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".step") and _trains(node, frame):
             in_arguments = {name for argument in node.args for name in _names_in(argument)}
             if names & in_arguments:
                 return True
@@ -66,7 +71,19 @@ def _names_in(node: ast.AST) -> Iterator[str]:
     yield from (inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name))
 
 
-def _methods_in(node: ast.AST) -> Iterator[str]:
-    """Yield the names of the methods that the code of ``node`` calls."""
-    functions = (inner.func for inner in ast.walk(node) if isinstance(inner, ast.Call))
-    yield from (function.attr for function in functions if isinstance(function, ast.Attribute))
+def _trains(node: ast.AST, frame: FrameType) -> bool:
+    """Return whether ``node`` is a call of ``_TRAINING_CALLS``.
+
+    Not only optimizers and schedulers have a method ``step``. What has no state, and no optimizer in it, is something
+    else, such as torch's profiler; a variable of ``frame`` that is not there yet may be anything.
+    """
+    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _TRAINING_CALLS):
+        return False
+    owner = node.func.value
+    variables = {**frame.f_globals, **frame.f_locals}
+    if node.func.attr != "step" or not isinstance(owner, ast.Name) or owner.id not in variables:
+        return True
+    thing = variables[owner.id]
+    if isinstance(thing, ModuleType) or hasattr(thing, "state_dict"):
+        return True
+    return any(isinstance(part, Optimizer) for part in tree_leaves(getattr(thing, "__dict__", {})))

@@ -351,7 +351,43 @@ def rate_within_an_epoch(run: Run) -> None:
             scheduler.step(epoch.number + number / len(epoch))
 
 
-@pytest.mark.parametrize(("loop", "number"), [(accumulated, "i"), (rate_within_an_epoch, "number"), (sane, None)])
+class Both:
+    """Steps an optimizer and its schedule, and has no state of its own."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.parts = [optimizer]
+
+    def step(self) -> None:
+        for part in self.parts:
+            part.step()
+
+
+def step_of_a_wrapper(run: Run) -> None:
+    model, optimizer = prepared(run)
+    both = Both(optimizer)
+    for epoch in run.epochs():
+        for i, batch in enumerate(epoch):
+            (cross_entropy(model, batch) / 2).backward()
+            if i % 2 == 1:
+                both.step()
+                model.zero_grad()
+
+
+def profiled(run: Run) -> None:
+    """Steps a profiler, which is no part of the training."""
+    model, optimizer = prepared(run)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        for epoch in run.epochs():
+            for i, batch in enumerate(epoch):
+                learn(model, optimizer, batch)
+                if i % 2 == 0:
+                    profiler.step()
+
+
+@pytest.mark.parametrize(
+    ("loop", "number"),
+    [(accumulated, "i"), (rate_within_an_epoch, "number"), (step_of_a_wrapper, "i"), (sane, None), (profiled, None)],
+)
 def test_a_number_of_enumerate_by_which_an_optimizer_steps_is_named(
     loop: Callable[[Run], None], number: str | None, tmp_path: Path
 ) -> None:
