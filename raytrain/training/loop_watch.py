@@ -20,9 +20,11 @@ A tensor that depends on the batch has a set of marks. All tensors that are comp
 - ``other mean``: the tensor is a mean over something other than images.
 - ``kept``: the tensor was computed in an earlier step.
 - ``placed``: rows were written whose places are a part of the batch, such as its first half.
+- ``row 3``: the tensor depends on that number of a vector with a number for each image, which Python has taken out of
+  it, as a loop over the vector does. This is harmless unless Python compares two of them, as ``sorted`` does.
 
 A note is made only if the loss has a mark when its backward is called, because other uses of a tensor, such as in a
-metric, change no weight. ``statistic``, ``moved`` and ``selected`` have no note: they only lead to other marks.
+metric, change no weight. ``statistic``, ``moved``, ``selected`` and rows have no note: they only lead to other marks.
 """
 
 from __future__ import annotations
@@ -114,6 +116,7 @@ _LOSSES = re.compile(r".*_loss|cross_entropy|kl_div|binary_cross_entropy.*")  # 
 _PARTS = {"chunk", "split", "tensor_split", "split_with_sizes"}  # of rows, each at another position
 _JOINS = {"cat", "concat", "concatenate", "stack", "vstack"}
 _DIVISIONS = {"div", "__truediv__", "true_divide", "divide"}
+_COMPARED = {"lt", "le", "gt", "ge", "eq", "ne", "__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__"}
 _NOT_FOLLOWED = {"zeros_like", "ones_like", "empty_like", "new_zeros", "new_ones", "new_empty"}
 _LIKE_ANOTHER = {"to", "type_as", "expand_as", "view_as", "reshape_as"}  # the other tensor gives only type or shape
 
@@ -248,6 +251,7 @@ class _Calls(TorchFunctionMode):
         self.seeds: set[int] = set()  # of generators that have drawn as many numbers as there are images, or a multiple
         self._marks: Any = WeakIdKeyDictionary()  # of tensors that depend on the batch: a set of words
         self._weights: set[int] = set()
+        self._has_compared = False  # True if Python has compared numbers of two images in this step
         self.numbers = LoopNumbers()  # that enter the losses from outside of torch's calls
 
     def begin(self, batch: Batch, weights: set[int]) -> None:
@@ -256,7 +260,7 @@ class _Calls(TorchFunctionMode):
             marks.add("kept")
         for tensor in (batch.images, batch.labels, batch.targets, batch.samples):
             self._marks[tensor] = set()
-        self._num_images, self._weights = batch.num_used, weights
+        self._num_images, self._weights, self._has_compared = batch.num_used, weights, False
         self.numbers.begin(batch.num_used, weights)
         self.seeds.clear()
 
@@ -271,11 +275,16 @@ class _Calls(TorchFunctionMode):
         if name == "backward":  # of a tensor, or torch.autograd.backward of several
             losses = [leaf for leaf in tree_leaves((args[:1], kwargs.get("tensors"))) if isinstance(leaf, Tensor)]
             self.numbers.note_losses(losses)
-            for mark in set().union(*(self._marks.get(loss, ()) for loss in losses)):
+            marks = set[str]().union(*(self._marks.get(loss, ()) for loss in losses))
+            if self._has_compared and _rows_of(marks):
+                marks.add("compares")
+            for mark in marks:
                 if mark in _NOTES:
                     self._report(_NOTES[mark])
         if name == "register_hook":
             self._report(_NOTES["hook"])
+        if name == "__iter__" and args[0] in self._marks and args[0].ndim == 1:  # what it gives cannot be seen
+            return iter(self.__torch_function__(Tensor.unbind, types, args))
 
         result = func(*args, **kwargs)
         leaves = tree_leaves((args, kwargs))  # once for numbers and marks, because it takes longest
@@ -307,6 +316,7 @@ class _Calls(TorchFunctionMode):
             for leaf in [result] if isinstance(result, Tensor) else tree_leaves(result):
                 if isinstance(leaf, Tensor) and id(leaf) not in self._weights:
                     self._marks[leaf] = set(marks)
+            self._follow_single_numbers(name, args, sources, result)
             # Parts of rows, not of another dimension: it is the third argument, or dim.
             if name in _PARTS and args[2:3] in ((), (0,)) and kwargs.get("dim", 0) == 0:
                 self._mark_moved_parts(result)
@@ -325,6 +335,19 @@ class _Calls(TorchFunctionMode):
             for tensor, gradient in zip(inputs, gradients, strict=True):
                 if gradient is not None and tensor not in self._marks:
                     self._marks[gradient] = {*marks, "statistic"}
+
+    def _follow_single_numbers(self, name: str, args: Any, sources: list[Tensor], result: Any) -> None:
+        """Mark the numbers that Python takes out of a vector, and note whether it compares those of two images."""
+        vector = sources[0]
+        if vector.ndim == 1 and _has_rows(vector, self._num_images):
+            if name == "unbind":
+                for row, number in enumerate(result):
+                    self._marks[number].add(f"row {row % self._num_images}")
+            elif name == "__getitem__" and isinstance(args[1], int):
+                self._marks[result].add(f"row {args[1] % self._num_images}")
+        elif name in _COMPARED and len(sources) == 2 and result.ndim == 0:
+            first, second = (_rows_of(self._marks[source]) for source in sources)
+            self._has_compared |= bool(first and second and first != second)
 
     def _mark_moved_parts(self, parts: Any) -> None:
         """Mark those ``parts`` of a tensor whose rows are moved; a part that begins with the first image is not."""
@@ -414,6 +437,11 @@ class _Calls(TorchFunctionMode):
         if _is_of_pairs(name, args, sources, result, num_images):
             marks.add("compares")
         return marks
+
+
+def _rows_of(marks: set[str]) -> set[str]:
+    """Return those of ``marks`` that say of which single images a number is."""
+    return {mark for mark in marks if mark.startswith("row ")}
 
 
 def _moves_rows(name: str, args: Any, kwargs: Any, num_images: int) -> bool:

@@ -231,6 +231,15 @@ def hardest_by_list(model: nn.Module, batch: Any) -> Tensor:
     return losses[sorted(range(len(losses)), key=losses.tolist().__getitem__)[-4:]].mean()
 
 
+def hardest_by_sorted(model: nn.Module, batch: Any) -> Tensor:
+    return torch.stack(sorted(losses_of(model, batch), key=lambda loss: -loss)[:4]).mean()
+
+
+def alike_by_pairs(model: nn.Module, batch: Any) -> Tensor:
+    losses, labels = losses_of(model, batch), batch.labels
+    return sum((losses[i] for i in range(len(labels)) if labels[i] == labels[i - 1]), losses.mean()) / len(labels)
+
+
 def above_a_quantile(model: nn.Module, batch: Any) -> Tensor:
     losses = losses_of(model, batch)
     limit = float(np.quantile(losses.detach().numpy(), 0.5))
@@ -345,6 +354,8 @@ NOTES: dict[str, tuple[Loop, str]] = {
     "a number of one of two layers": (by_steps(entropy, TwiceScaled), "Scale.size"),
     "the hardest images by NumPy": (by_steps(hardest_by_numpy, mlp), "numbers that differ between the workers"),
     "the hardest images by a list": (by_steps(hardest_by_list, mlp), "return losses[sorted(range(len(losses))"),
+    "the hardest images by sorted": (by_steps(hardest_by_sorted, mlp), "run.gather("),
+    "pairs by Python": (by_steps(alike_by_pairs, mlp), "run.gather("),
     "a comparison after a warm-up": (by_steps(after_warm_up, mlp), "run.gather("),
     "a number after a warm-up": (by_steps(after_warm_up, mlp), "numbers that differ between the workers"),
     "the first half": (by_steps(first_half_covered, mlp), "by their places among those of a worker"),
@@ -470,6 +481,15 @@ def by_spectrum(model: nn.Module, batch: Any) -> Tensor:
     return entropy(model, batch) + (model(batch.images) * spectrum.abs().mean((1, 2, 3))[:, None]).square().mean()
 
 
+def one_by_one(model: nn.Module, batch: Any) -> Tensor:
+    """The losses of single images, doubled where the network is wrong or the loss is large."""
+    logits = model(batch.images)
+    losses = F.cross_entropy(logits, batch.labels, reduction="none")
+    found = logits.argmax(1)
+    factors = [2 if found[i] != batch.labels[i] or loss > 1.5 else 1 for i, loss in enumerate(losses)]
+    return sum(losses[i] * factor for i, factor in enumerate(factors)) / torch.tensor(len(losses))
+
+
 def divided_by_name(model: nn.Module, batch: Any) -> Tensor:
     losses = F.cross_entropy(model(batch.images), batch.labels, reduction="sum")
     return torch.div(input=losses, other=len(batch.images))
@@ -479,6 +499,7 @@ SILENT: dict[str, Loop] = {
     "an index of labels": by_steps(by_labels, mlp),
     "complex numbers": by_steps(by_spectrum, mlp),
     "a divisor by its name": by_steps(divided_by_name, mlp),
+    "single images": by_steps(one_by_one, mlp),
     "numbers of all workers": sane_numbers,
     "a generator for each image": by_steps(drawn_for_each, mlp),
     "views": by_steps(of_views, mlp),
