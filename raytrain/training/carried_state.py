@@ -8,7 +8,8 @@ dictionary are right as long as the run goes on, and begin again when it resumes
 - Before the first batch of a later epoch, its value is another one than before the first batch of this attempt.
 
 Attributes of the user's objects, and global variables, count if a function reads them before it writes them, as
-``self.wait += 1`` does, and tensors and lists in them if they are changed in place.
+``self.wait += 1`` does, and tensors and lists in them if they are changed in place. So do objects of libraries that
+have a state, such as torch's ``GradScaler``.
 """
 
 from __future__ import annotations
@@ -65,8 +66,9 @@ class CarriedState:
         self._live: dict[int, set[str]] = {}
         # What the variables held before the first batch, by name and identity (see _in_value).
         self._first: dict[tuple[str, int], Any] | None = None
-        # Containers that the first look has met in attributes. They are kept alive: no other object gets their IDs.
-        self._containers: list[Any] = []
+        # Objects that may be changed in place, which the first look has met. They are kept alive, so that no other
+        # object gets their IDs.
+        self._held: list[Any] = []
         # Names that were returned before.
         self._named: set[str] = set()
         # Attributes and global variables that a function of the user's reads before it writes them.
@@ -112,7 +114,8 @@ class CarriedState:
                     contents.update(self._in_value(name, value, in_checkpoints, counts=name in live))
         for namespace in {id(users_frame.f_globals): users_frame.f_globals for users_frame in frames}.values():
             for name, value in [*namespace.items()]:
-                if isinstance(value, ModuleType) or name in self._attributes or isinstance(value, _CONTAINERS):
+                is_changed_in_place = isinstance(value, _CONTAINERS) or _has_state(value)
+                if isinstance(value, ModuleType) or name in self._attributes or is_changed_in_place:
                     contents.update(self._in_attribute(name, name, value, in_checkpoints, 0))
 
         # Compare it with what they held at first. A variable that did not exist before the first batch of this attempt
@@ -136,6 +139,12 @@ class CarriedState:
         if content is not None:
             if counts:
                 yield (name, identity), content
+            return
+        if _has_state(value):
+            if not self._is_kept(value):
+                self._held += [value] if self._first is None else []
+                state = value.state_dict()
+                yield (name, id(value)), tuple(_content(part, in_checkpoints) for part in state.values())
             return
         if isinstance(value, (type, FunctionType, Optimizer, LRScheduler)) or depth == _MAX_DEPTH:
             return
@@ -167,7 +176,7 @@ class CarriedState:
         is_carried, identity = attribute in self._attributes, 0
         if not is_carried and isinstance(held, _CONTAINERS) and "cache" not in attribute.lower():
             is_carried, identity = True, id(held)
-            self._containers += [held] if self._first is None else []
+            self._held += [held] if self._first is None else []
         yield from self._in_value(name, held, in_checkpoints, counts=is_carried, identity=identity, depth=depth + 1)
 
     def _is_time(self, content: Any) -> bool:
@@ -248,6 +257,13 @@ def _is_users(thing: Any) -> bool:
         file = getattr(thing, "__file__", None)
         return file is not None and is_of_user(file)
     return hasattr(thing, "__dict__") and is_users_class(type(thing))
+
+
+def _has_state(thing: Any) -> bool:
+    """Return whether ``thing`` is an object of a library whose state can be kept, but no network, which has buffers."""
+    if isinstance(thing, (type, nn.Module, Optimizer, LRScheduler)) or is_users_class(type(thing)):
+        return False
+    return all(callable(getattr(type(thing), method, None)) for method in ("state_dict", "load_state_dict"))
 
 
 def _has_extra_state(thing: Any) -> bool:

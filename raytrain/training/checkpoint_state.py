@@ -265,6 +265,10 @@ class CheckpointState:
         """Return whether checkpoints have the state of ``thing``, or of an object of which an optimizer is a part."""
         return any(thing is held for held in (*self._groups, *self._held))
 
+    def holds_within(self, thing: object) -> bool:
+        """Return whether checkpoints have the state of ``thing``, or of an object that has it as an attribute."""
+        return self.holds(thing) or any(thing is part for held in self._held for part in _attributes(held))
+
     def holds_scheduler(self, optimizer: Optimizer) -> bool:
         """Return whether a prepared object, or one of its attributes, is a scheduler of ``optimizer``."""
         candidates = [candidate for thing in self._held for candidate in (thing, *_attributes(thing))]

@@ -36,8 +36,9 @@ _COUNTER_NOTE = (
 )
 _CARRIED_NOTE = (
     "the loop carries {names} from epoch to epoch, which no checkpoint holds: a resumed run would begin with the first "
-    "value again; compute it from batch.step or epoch.number, keep it in a buffer of a prepared network, or give "
-    "run.prepare an object that has it in state_dict and load_state_dict, as in docs/your-own-loop.md"
+    "value again; give run.prepare what has state_dict and load_state_dict, or an object of your own that has it in "
+    "these, as in docs/your-own-loop.md; or compute it from batch.step or epoch.number, or keep it in a buffer of a "
+    "prepared network"
 )
 _NUMBER_NOTE = (
     "the loop decides by `{number}`, the number of a batch in enumerate(...), when an optimizer or scheduler steps: a "
@@ -68,7 +69,7 @@ class UnpreparedNetworks:
     def __init__(self, state: CheckpointState, report: Callable[[str], None]) -> None:
         self._state, self._report = state, report
         self._num_batches = 0
-        self._carried = CarriedState(state.holds, state.addresses)
+        self._carried = CarriedState(state.holds_within, state.addresses)
         # Values of optimizers' counters and digests of networks' weights, at the first look at each of them.
         self._counters: dict[str, float] = {}
         self._digests: weakref.WeakKeyDictionary[nn.Module, list[list[float]]] = weakref.WeakKeyDictionary()

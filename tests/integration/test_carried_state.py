@@ -103,6 +103,37 @@ class Shadow:
             self.shadow[name] = 0.9 * self.shadow[name] + 0.1 * weight.data
 
 
+class Wrapper:
+    """Keeps the state of a scaler."""
+
+    def __init__(self, scaler: torch.amp.GradScaler) -> None:
+        self.scaler = scaler
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.scaler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.scaler.load_state_dict(state)
+
+
+def scaled(run: Run) -> None:
+    """A scaler of the loss, which is not prepared, and one that is."""
+    model, optimizer = prepared(run)
+    scaler, kept, part = (torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=2) for _ in range(3))
+    disabled = torch.amp.GradScaler("cpu", enabled=False)
+    run.prepare(kept)
+    run.prepare(Wrapper(part))
+    for epoch in run.epochs():
+        for batch in epoch:
+            optimizer.zero_grad()
+            part.scale(kept.scale(disabled.scale(torch.zeros(()))))
+            scaler.scale(cross_entropy(model, batch)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            kept.update(scaler.get_scale())
+            part.update(scaler.get_scale())
+
+
 class Trainer:
     """A loop in an object, whose epochs are a method."""
 
@@ -214,6 +245,7 @@ CARRIED: dict[Callable[[Run], None], set[str]] = {
     best_by_hand: {"best", "global_step", "history"},
     queue: {"keys"},
     targets_of_images: {"criterion.targets"},
+    scaled: {"scaler"},
     trainer: {"self.ema.shadow", "self.ema.num_updates", "self.wait"},
     best_by_a_class_of_the_script: {"lowest.least"},
     through_a_bar: {"num_seen"},
