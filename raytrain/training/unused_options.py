@@ -35,9 +35,9 @@ def unused_options(run: Run, loop: Callable[..., Any]) -> Iterator[str]:
     recipe = of_recipe.scaled_to(run.world_size)
     options = [option.name for option in fields(recipe)]
     changed = {name for name in options if getattr(config, name) != getattr(recipe, name)}
-    # A recipe's rate such as "0.01/worker" was multiplied by the number of workers when the run began. A resume (its
-    # first step is not step 1) may have another number of workers, so accept the rate for any whole number.
-    if run.progress.step > 1 and isinstance(of_recipe.learning_rate, str):
+    # A recipe's rate such as "0.01/worker" was multiplied by the number of workers when the run began. A resume, also
+    # of a run that had made no step, may have another number of workers, so accept the rate for any whole number.
+    if (config.resume or run.progress.step > 1) and isinstance(of_recipe.learning_rate, str):
         num_workers = config.learning_rate / cast("float", of_recipe.scaled_to(1).learning_rate)
         if abs(num_workers - round(num_workers)) < 1e-9:
             changed.discard("learning_rate")

@@ -253,6 +253,10 @@ def test_a_resume_on_another_number_of_workers_keeps_the_recipes_rate_and_is_tol
     assert notes_of(tmp_path, stops_after_two_steps, learning_rate=0.03) == []
 
 
+def test_nor_is_one_of_a_run_that_had_made_no_step(tmp_path: Path) -> None:
+    assert notes_of(tmp_path, stops_after_two_steps, learning_rate=0.03, resume=True) == []
+
+
 class TwoOutputs(torch.nn.Module):
     """Returns logits and features."""
 
