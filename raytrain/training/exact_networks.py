@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
+from types import FunctionType, ModuleType
 from typing import Any, Literal
 
 import torch
@@ -189,33 +190,49 @@ class BeforeForward:
     @torch._disable_dynamo  # pyright: ignore  # so that it does not compile the functions that the hook calls either
     def __call__(self, network: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
         if self.networks is not None:
-            self.networks.before_forward(network, *_rows_among((*inputs, *options.values())))
+            self.networks.before_forward(network, *rows_among((*inputs, *options.values())))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Make a hook without networks of a copy or a pickle."""
         return BeforeForward, ()
 
 
-def _rows_among(inputs: Iterable[Any]) -> tuple[Tensor | None, int]:
-    """Return the first tensor with rows in ``inputs``, also within lists, dictionaries and dataclasses, and its length.
+def rows_among(inputs: Iterable[Any]) -> tuple[Tensor | None, int]:
+    """Return the first tensor with rows among ``inputs`` of a network, and the number of rows.
 
-    A list of tensors (C, H, W) is a batch of images of different sizes: the first of them and their number are
-    returned, for an empty list None and 0. Without any tensor, return None and 1.
+    Lists, dictionaries, records and other objects are searched in their order. A list that has for each image a tensor
+    (C, H, W), or a dictionary with one, counts as a batch of as many images, an empty list as one of no images: None
+    and 0. Without any tensor, return None and 1.
+
+    Example: ``rows_among([NestedTensor(images, mask)])  # images, len(images)``
     """
+    return _find_rows(inputs) or (None, 1)
+
+
+def _find_rows(inputs: Iterable[Any], *, is_within_object: bool = False) -> tuple[Tensor | None, int] | None:
+    """Return what :func:`rows_among` does; None without any tensor."""
     for value in inputs:
         if isinstance(value, Tensor) and value.ndim:
             return value, len(value)
         if isinstance(value, list) and all(isinstance(image, Tensor) and image.ndim == 3 for image in value):
             return (value[0] if value else None), len(value)
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            value = [getattr(value, field.name) for field in dataclasses.fields(value)]
-        # Look into what contains other values; anything else contains none.
+
+        # Search containers, dataclasses, and objects such as DETR's NestedTensor, but not objects within these, which
+        # may refer to each other.
         nested: Iterable[Any] = ()
+        is_object = False
         if isinstance(value, Mapping):
             nested = value.values()
         elif isinstance(value, (list, tuple)):
             nested = value
-        images, num_rows = _rows_among(nested)
-        if images is not None:
-            return images, num_rows
-    return None, 1
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+            nested = [getattr(value, field.name) for field in dataclasses.fields(value)]
+        elif not is_within_object and not isinstance(value, (type, ModuleType, FunctionType, nn.Module)):
+            nested, is_object = getattr(value, "__dict__", {}).values(), True
+        found = _find_rows(nested, is_within_object=is_within_object or is_object)
+        if found is None or found[0] is None:
+            continue
+        if isinstance(value, list) and found[0].ndim == 3 and isinstance(value[0], Mapping):
+            return found[0], len(value)
+        return found
+    return None

@@ -174,6 +174,46 @@ def images_in_a_record() -> dict[str, Tensor]:
     return weights(model)
 
 
+class Padded:
+    """As DETR's NestedTensor: no dataclass, and the images are not its first attribute."""
+
+    def __init__(self, images: Tensor) -> None:
+        self.size, self.tensors, self.mask = images.shape[-2:], images, torch.zeros(3, 6, 6)
+
+
+class OfPadded(OfRecords):
+    def forward(self, images: Padded, targets: list[dict[str, Tensor]]) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self.layers(images.tensors)
+
+
+class OfDictionaries(OfRecords):
+    def forward(self, images: list[dict[str, Tensor]]) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self.layers(
+            torch.stack([each["image"] for each in images]) if images else torch.empty(0, 3, 6, 6).double()
+        )
+
+
+def images_in_an_object() -> dict[str, Tensor]:
+    model = raytrain.parallel(OfPadded())
+    optimizer = SGD(model.parameters(), lr=0.1)
+    for images, labels, _ in slices():
+        optimizer.zero_grad()
+        F.cross_entropy(model(Padded(images), [{"boxes": torch.zeros(9, 4)} for _ in images]), labels).backward()
+        optimizer.step()
+    return weights(model)
+
+
+def images_in_dictionaries() -> dict[str, Tensor]:
+    """As Detectron's networks get them."""
+    model = raytrain.parallel(OfDictionaries())
+    optimizer = SGD(model.parameters(), lr=0.1)
+    for images, labels, _ in slices():
+        optimizer.zero_grad()
+        F.cross_entropy(model([{"height": 6, "image": image} for image in images]), labels).backward()
+        optimizer.step()
+    return weights(model)
+
+
 def body_and_head() -> dict[str, Tensor]:
     """Features of several windows of each image go through the head, so it gets other numbers of rows."""
     backbone, head = raytrain.parallel(body(), nn.Sequential(nn.Dropout(0.2), nn.Linear(20, 4)).double())
@@ -409,6 +449,8 @@ LOOPS: tuple[Callable[[], dict[str, Tensor]], ...] = (
     accumulation_sent_by_the_step,
     two_forwards_that_should_agree,
     images_in_a_record,
+    images_in_an_object,
+    images_in_dictionaries,
     body_and_head,
     adversaries,
     adversaries_apart,
