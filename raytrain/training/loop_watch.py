@@ -18,13 +18,15 @@ A tensor that depends on the batch has a set of marks. All tensors that are comp
 - ``sum``: the tensor is a sum over images that has not been divided by their number.
 - ``selected``: a mask has selected rows, whose number differs between workers.
 - ``other mean``: the tensor is a mean over something other than images.
-- ``kept``: the tensor was computed in an earlier step.
+- ``kept``: the tensor was computed in an earlier step. ``now``: it depends on the batch of this one. A loss with the
+  first alone is of a batch that is over.
 - ``placed``: rows were written whose places are a part of the batch, such as its first half.
 - ``row 3``: the tensor depends on that number of a vector with a number for each image, which Python has taken out of
   it, as a loop over the vector does. This is harmless unless Python compares two of them, as ``sorted`` does.
 
 A note is made only if the loss has a mark when its backward is called, because other uses of a tensor, such as in a
-metric, change no weight. ``statistic``, ``moved``, ``selected`` and rows have no note: they only lead to other marks.
+metric, change no weight. ``statistic``, ``moved``, ``selected``, ``now`` and rows have no note: they only lead to
+others.
 """
 
 from __future__ import annotations
@@ -77,6 +79,11 @@ _NOTES = {
     "kept": (
         "the loss depends on a tensor of a step before, which was computed from one worker's images, so it depends on "
         "the number of workers; compute it from run.gather(rows) or run.total(sums), or keep it in a network's buffer"
+    ),
+    "late": (
+        "the loop computes with a batch after it has asked for the next one: that one's images weight its gradients "
+        "and metrics, and a resume leaves a batch out; compute with each batch before asking for the next one, as a "
+        "run reads images ahead by itself"
     ),
     "placed": (
         "the loss treats images by their places among those of a worker, such as its first half, so it depends on the "
@@ -257,9 +264,10 @@ class _Calls(TorchFunctionMode):
     def begin(self, batch: Batch, weights: set[int]) -> None:
         """Follow a step of ``batch``; ``weights`` are the IDs of parameters and buffers, which need no marks."""
         for marks in self._marks.values():
+            marks.discard("now")
             marks.add("kept")
         for tensor in (batch.images, batch.labels, batch.targets, batch.samples):
-            self._marks[tensor] = set()
+            self._marks[tensor] = {"now"}
         self._num_images, self._weights, self._has_compared = batch.num_used, weights, False
         self.numbers.begin(batch.num_used, weights)
         self.seeds.clear()
@@ -278,6 +286,8 @@ class _Calls(TorchFunctionMode):
             marks = set[str]().union(*(self._marks.get(loss, ()) for loss in losses))
             if self._has_compared and _rows_of(marks):
                 marks.add("compares")
+            if "kept" in marks and "now" not in marks:
+                marks = {"late"}
             for mark in marks:
                 if mark in _NOTES:
                     self._report(_NOTES[mark])

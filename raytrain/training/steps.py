@@ -200,6 +200,12 @@ class Steps:
             return 0.0
         if self._worker.world_size == 1:
             return self._num_images / self._num_local
+        if not self.in_batch:
+            raise UsageError(
+                "The loop runs a backward after it has asked for more batches and got none: compute with each batch "
+                "before asking for the next one, which weights gradients by its own images; images are read ahead "
+                "without that."
+            )
         total = self.metrics.num_used()
         return self._num_images / (float(total) if total.is_cpu else total)
 

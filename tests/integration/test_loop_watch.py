@@ -303,6 +303,34 @@ class Queue:
         return loss
 
 
+def prefetched(run: Any) -> None:
+    """Asks for the next batch before it computes with the one that it has."""
+    model = run.prepare(mlp())
+    optimizer = run.prepare(SGD(model.parameters(), lr=0.1))
+    for epoch in run.epochs():
+        batches = iter(epoch)
+        batch = next(batches)
+        while batch is not None:
+            following = next(batches, None)
+            optimizer.zero_grad()
+            entropy(model, batch).backward()
+            optimizer.step()
+            batch = following
+
+
+def prefetched_but_for_the_last(run: Any) -> None:
+    model = run.prepare(mlp())
+    optimizer = run.prepare(SGD(model.parameters(), lr=0.1))
+    for epoch in run.epochs():
+        before = None
+        for batch in epoch:
+            if before is not None:
+                optimizer.zero_grad()
+                entropy(model, before).backward()
+                optimizer.step()
+            before = batch
+
+
 REMEMBERED, QUEUE = Remembered(), Queue()
 NOTES: dict[str, tuple[Loop, str]] = {
     "several losses, of which one is a sum": (several_at_once, "is a sum"),
@@ -350,6 +378,7 @@ NOTES: dict[str, tuple[Loop, str]] = {
     ),
     "a centre": (centred, "of a step before"),
     "a queue": (queued, "of a step before"),
+    "the batch before": (prefetched_but_for_the_last, "after it has asked for the next one"),
     "a number of a network": (by_steps(entropy, Scaled), "Scaled.size"),
     "a number of one of two layers": (by_steps(entropy, TwiceScaled), "Scale.size"),
     "the hardest images by NumPy": (by_steps(hardest_by_numpy, mlp), "numbers that differ between the workers"),
@@ -572,6 +601,7 @@ def differentiated_again(run: Any) -> None:
 
 
 REFUSED: dict[str, tuple[Loop, str]] = {
+    "a backward without a batch": (prefetched, "backward after it has asked for more batches and got none"),
     "a wrapper": (wrapped, "DistributedDataParallel"),
     "batch norm that is not prepared": (not_prepared, "not prepared has batch norm in training mode"),
     "create_graph": (differentiated_again, "create_graph=True"),
