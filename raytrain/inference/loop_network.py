@@ -2,19 +2,19 @@
 
 A checkpoint has the weights of such a network and no code. The loop has the code: it builds its networks, gives them to
 ``run.prepare``, and then asks for ``run.epochs()``. Here it gets a run that notes what it prepares by the names that
-checkpoints give, and leaves the loop by an exception as soon as it asks for an epoch.
+checkpoints give, and leaves the loop by an exception as soon as it asks for an epoch, or for an evaluation before it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from raytrain.config import ResolvedConfig
@@ -32,8 +32,8 @@ from raytrain.training.random_numbers import kept_generators
 from raytrain.training.weight_average import WeightAverage
 
 
-class _EpochsReached(BaseException):
-    """Leaves the loop. It is not an Exception, because a loop might catch that."""
+class _ImagesNeeded(BaseException):
+    """Leaves the loop when it asks for images. It is not an Exception, because a loop might catch that."""
 
 
 @dataclasses.dataclass
@@ -89,7 +89,22 @@ class _Preparing:
         return thing
 
     def epochs(self, evaluate: object = None) -> Iterator[Any]:
-        raise _EpochsReached
+        raise _ImagesNeeded
+
+    def total(self, sums: Tensor | Sequence[float]) -> list[float]:
+        return torch.as_tensor(sums, dtype=sums.dtype if isinstance(sums, Tensor) else torch.float64).tolist()
+
+    def gather(self, rows: Any) -> Tensor:
+        return torch.as_tensor(rows)
+
+    def no_sync(self, enabled: bool = True) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def _use_images(self, *arguments: object, **options: object) -> Any:
+        """Stand for what a loop may refer to before it has images, as in ``criterion = run.loss``, and calls later."""
+        raise _ImagesNeeded
+
+    evaluate = evaluation_batches = log = loss = mean = accuracy = show = train_head_first = _use_images
 
     def _name(self, kind: str) -> str:
         """Return the name of the next thing of this kind: ``model``, then ``model-2`` and so on."""
@@ -109,7 +124,7 @@ def loop_network(
     failed = "The loop, run as far as its first epoch for its network, failed"
     with TemporaryFolder() as folder:
         run = _Preparing(config, classes, plan, folder)
-        with kept_generators(run.device), in_one_sentence(failed), suppress(_EpochsReached):
+        with kept_generators(run.device), in_one_sentence(failed), suppress(_ImagesNeeded):
             send_own_code()  # to processes that the loop starts
             loop(run)
 

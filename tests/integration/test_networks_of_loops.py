@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 
 import raytrain
 from raytrain.cli.main import main
 from raytrain.inference.classifier import load
+from raytrain.inference.loop_network import loop_network
 from raytrain.runs.documents import run_store
 from raytrain.runs.metrics_history import read_metrics
 from raytrain.training.run import Run
@@ -22,6 +25,7 @@ from tests.helpers.loops_with_networks import (
     own,
     without_pooling,
 )
+from tests.helpers.memory_runs import config as memory_config
 from tests.helpers.small_runs import config as small_config
 
 
@@ -55,6 +59,28 @@ def test_a_function_that_no_file_names_is_given_again(images: Path, tmp_path: Pa
 def test_a_network_of_the_options_needs_no_trust(images: Path, tmp_path: Path) -> None:
     trained(images, tmp_path, "as_the_options_say")
     assert not load("as_the_options_say", storage=tmp_path).training
+
+
+def test_a_loop_may_use_all_that_a_run_offers_before_its_network_is_made() -> None:
+    text = (Path(__file__).parents[2] / "docs/your-own-loop.md").read_text()
+    tables = text.partition("## What a run offers")[2].partition("`run.prepare` wraps nothing")[0]
+    names = set(re.findall(r"`run\.(\w+)", tables))
+    assert len(names) > 20
+
+    def loop(run: Run) -> None:
+        assert not [name for name in names if not hasattr(run, name)]
+        criterion = run.loss
+        (num_classes,) = run.total([run.num_classes])
+        with run.no_sync():
+            widths = run.gather(torch.tensor([12]))
+        model = run.prepare(nn.Linear(int(widths), int(num_classes)))
+        run.evaluate()
+        for epoch in run.epochs():
+            for batch in epoch:
+                criterion(model(batch.images), batch.targets).backward()
+
+    network = loop_network(memory_config(), ("cat", "dog"), loop, None)
+    assert isinstance(network, nn.Linear) and network.weight.shape == (2, 12)
 
 
 PRINTING = """
