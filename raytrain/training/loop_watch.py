@@ -37,7 +37,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -52,7 +52,7 @@ from raytrain.data.plan.permutation import mix
 from raytrain.errors import UsageError, some_of
 from raytrain.training.batch import Batch
 from raytrain.training.gradients import HOOK_NOTE
-from raytrain.training.loop_numbers import LoopNumbers, differing_lines
+from raytrain.training.loop_numbers import LoopNumbers, Place, differing_lines
 from raytrain.training.prepared_models import PreparedModels
 from raytrain.training.protocols import Worker
 from raytrain.training.random_numbers import held_generators, state_of, used_generators
@@ -208,8 +208,8 @@ class LoopWatch:
     def compare(self) -> None:
         """Report what any worker has found in the steps that were watched since the last call.
 
-        That are its notes, numbers in the losses that differ between the workers, and numbers in attributes of the
-        networks' layers that do. Nothing happens if no step was watched. All workers call it after the same step.
+        These are the notes of each, and numbers in losses and in attributes of the networks' layers that differ between
+        the workers. Nothing happens if no step was watched. All workers call it after the same step.
         """
         if not self._has_news:
             return
@@ -222,25 +222,46 @@ class LoopWatch:
             for name, value in vars(layer).items():
                 if isinstance(value, float) and not name.startswith("_"):
                     numbers.setdefault(f"{type(layer).__name__}.{name}", []).append(repr(value))
-        gathered: list[Any] = [None] * self._worker.world_size
-        in_losses = self._calls.numbers.in_losses()
-        dist.all_gather_object(gathered, (sorted(self._notes), numbers, in_losses, self._draws))
-        for note in sorted({note for notes, *_ in gathered for note in notes}):
+        signs = _Signs(sorted(self._notes), numbers, self._calls.numbers.in_losses(), self._draws)
+        of_workers: list[Any] = [None] * self._worker.world_size
+        dist.all_gather_object(of_workers, signs)
+        signs_of_workers = cast("list[_Signs]", of_workers)
+        for note in sorted({note for worker_signs in signs_of_workers for note in worker_signs.notes}):
             self._report(note)
 
         # Report lines whose numbers differ. If a worker draws random numbers, these may be such numbers, which have a
         # note of their own.
         lines = self._calls.numbers.lines()
         self._calls.numbers.forget()
-        if not any(draws for *_, draws in gathered):
-            for line in differing_lines([of_worker for _, _, of_worker, _ in gathered]):
+        if not any(worker_signs.draws for worker_signs in signs_of_workers):
+            for line in differing_lines([worker_signs.in_losses for worker_signs in signs_of_workers]):
                 self._report(_NUMBERS.format(line=lines.get(line, f"{line[0]}, line {line[1]}")))
-        differing = [name for name in numbers if any(other.get(name) != numbers[name] for _, other, *_ in gathered)]
+
+        # Report attributes of layers that differ.
+        differing = [
+            name
+            for name in numbers
+            if any(worker_signs.in_layers.get(name) != numbers[name] for worker_signs in signs_of_workers)
+        ]
         if differing:
             self._report(
                 f"the workers differ in {some_of(differing)}, which a network computes from one worker's images: keep "
                 "it in a buffer, computed with run.total or run.gather"
             )
+
+
+class _Signs(NamedTuple):
+    """What one worker has found in the watched steps, which the workers compare.
+
+    ``in_layers`` has numbers in attributes of layers as texts, by class and attribute; ``in_losses`` numbers in losses
+    by step, file and line. ``draws`` is True if the worker draws random numbers that others do not, or for all images
+    the same.
+    """
+
+    notes: list[str]
+    in_layers: dict[str, list[str]]
+    in_losses: dict[Place, list[float]]
+    draws: bool
 
 
 class _Calls(TorchFunctionMode):
