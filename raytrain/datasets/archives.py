@@ -105,7 +105,7 @@ class Archive:
     # Parquet.
 
     def _parquet(self, file: IO[bytes]) -> ArchivedImages:
-        """Yield the images of a Parquet file; where its metadata names the classes, a number becomes its class's name.
+        """Yield the images of a Parquet file; if its metadata names the classes, a number becomes its class's name.
 
         Raises UsageError if the columns of images and labels cannot be told or hold other types, a label has no name
         in the metadata, or many images in succession are empty.

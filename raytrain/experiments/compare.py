@@ -126,7 +126,7 @@ def compare_records(records: Sequence[RunRecord]) -> list[ComparedRun]:
 def compared_by(config: TrainConfig | None) -> Compared:
     """Return the metric of ``--best`` of a run; the accuracy if its options cannot be read, so ``config`` is None.
 
-    Where the metric's class cannot be imported, as one of torchmetrics on a machine without it, larger is better.
+    If the metric's class cannot be imported, such as one of torchmetrics on a machine without it, larger is better.
 
     Example: ``compared_by(record.config).score(0.5)``
     """

@@ -2,7 +2,7 @@
 
 A process that is killed cannot write that it has ended. So readers treat a run that claims to be active as interrupted
 if its process is known to be gone, or if it has not written for a minute. A clock that is wrong by a minute misleads
-them. Where that matters, :func:`watch_for_life` watches the run for some seconds.
+them. If that matters, :func:`watch_for_life` watches the run for some seconds.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def _classes_of_torchmetrics() -> frozenset[str]:
 def build_torchmetric(name: str, arguments: str, num_classes: int, *, multi_label: bool) -> Any:
     """Return an object of the class ``name`` of torchmetrics; ``arguments`` are as in Python, such as ``beta=2.0``.
 
-    Arguments that follow from the run (task, num_classes, num_labels) are filled in where the class has them and they
+    Arguments that follow from the run (task, num_classes, num_labels) are filled in if the class has them and they
     are not given. Raises UsageError if there is no such class, or if it cannot be made.
 
     Example: ``build_torchmetric("MulticlassFBetaScore", "beta=2.0", 10, multi_label=False)``

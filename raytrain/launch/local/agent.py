@@ -162,7 +162,7 @@ class _Agent(LocalElasticAgent):
 def _dead_workers(workers: list[Worker]) -> dict[int, str | None]:
     """Return, by rank, how each worker died that a signal has killed or that exited; None if it reported an error.
 
-    Empty where Python cannot ask without reaping a process: on macOS before Python 3.13.
+    Empty if Python cannot ask without reaping a process: on macOS before Python 3.13.
     """
     dead: dict[int, str | None] = {}
     for worker in workers if hasattr(os, "waitid") else []:

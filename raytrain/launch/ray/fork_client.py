@@ -71,7 +71,7 @@ def py_executable() -> str | None:
 def keep_server() -> contextlib.AbstractContextManager[Any]:
     """Start this node's fork server unless it runs; it lives at least as long as the returned connection is open.
 
-    Where that fails, or on another system than Linux, the returned context does nothing.
+    If that fails, or on another system than Linux, the returned context does nothing.
     """
     with contextlib.suppress(OSError):
         if sys.platform == "linux":
