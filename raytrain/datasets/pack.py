@@ -210,7 +210,8 @@ def _shrink_images(
     def file(key: str) -> Path:
         return folder / hashlib.sha256(key.encode()).hexdigest()  # a key may lead out of the folder
 
-    def write(start: int) -> list[int]:
+    def write_shrunk(start: int) -> list[int]:
+        """Write smaller files of the next images from number ``start`` on; return their sizes in bytes."""
         part = images.select(np.arange(start, min(start + _NUM_SHRUNK_AT_ONCE, len(images))))
         return [
             file(key).write_bytes(_shrink_file(data, shrinking))
@@ -220,7 +221,7 @@ def _shrink_images(
     # Shrink all images first, because shards are cut by the sizes of files. The options become a part of the ETags, so
     # that other options lead to other shards.
     starts = range(0, len(images), _NUM_SHRUNK_AT_ONCE)
-    sizes = [size for part in _in_threads(write, starts, "Shrinking images", console) for size in part]
+    sizes = [size for part in _in_threads(write_shrunk, starts, "Shrinking images", console) for size in part]
     etags = string_array([f"{etag}-{shrinking.shorter_side}-{shrinking.quality}" for etag in images.etags.to_pylist()])
     shrunk = replace(images, sizes_bytes=np.array(sizes), etags=etags, shrinking=shrinking)
     return lambda part: [file(key).read_bytes() for key in part.keys.to_pylist()], shrunk

@@ -95,7 +95,8 @@ def _read_trace(store: Store, run: str) -> tuple[Int64s, Int64s]:
         if isinstance(content, Exception):
             raise content
         try:
-            tables.append(read_columns(content, ["step", "sample"]).select(["step", "sample"]))
+            columns = read_columns(content, ["step", "sample"])
+            tables.append(columns.select(["step", "sample"]))  # raises KeyError if one of them is missing
         except (ValueError, OSError, KeyError) as error:
             raise StorageError(f"The trace of run {run!r} is damaged ({error}); it cannot be audited.") from None
     if not tables:

@@ -121,9 +121,9 @@ def diagnose(data: str | None, storage: str, address: str | None) -> DoctorRepor
 
 @contextmanager
 def _probe_request(data: Store | None, storage: Store) -> Iterator[tuple[ProbeRequest, str | None]]:
-    """Yield the request to the nodes, which lends them this process's credentials, and a sentence if it has none.
+    """Yield the request to the nodes, and a sentence if looking up this process's credentials has failed, else None.
 
-    The nodes can borrow the credentials until the block ends.
+    The nodes can borrow these credentials until the block ends.
     """
     stores = [store for store in (storage, data) if store is not None]
     bucket = next((store for store in stores if store.cloud is not None), None)

@@ -257,8 +257,8 @@ def profiled_loop(run: Run, loop: Callable[[Run], None] | None, trace_folder: st
                 wait()
             profiler.step()
 
-    # The loop gets the epochs of the run, but no batch after the last profiled step. No stop makes an epoch the last
-    # one here (``is_over``), so a loop that goes over an epoch a second time is refused, as in a run.
+    # The loop gets the epochs of the run, but no batch after the last profiled step. Nothing stops the run earlier, so
+    # ``is_over`` is always False: then Epoch refuses a second pass over its batches, as in a run.
     all_epochs = run.epochs
 
     def few_epochs(*arguments: Any, **options: Any) -> Iterator[Epoch]:

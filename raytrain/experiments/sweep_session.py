@@ -399,7 +399,8 @@ class SweepSession:
                 self._printed_notes.add(note)
                 _log.warning("%s: %s", run.trial.name, one_line(note))
 
-        # The images know what cannot be used, and requests to stop. The rest is summed over the trials.
+        # The images that the trials share say which of them cannot be used, and whether a stop was asked for. Steps,
+        # workers and costs are summed over the trials.
         snapshot, failure = self._images.poll()
         num_running = sum(result.status == "running" for result in results)
         steps = sum(result.steps for result in results)

@@ -132,7 +132,7 @@ def export(
     classifier = load(run, storage=storage, trust=trust)
 
     # The file is tried before it is written: an export that differs is worse than none.
-    images = _check_images(classifier, data)
+    images = _images_to_compare(classifier, data)
     content, run_file = _FORMATS[suffix](classifier, run)
     same_answers, largest_difference = _compare(run_file, classifier, images, output)
     write_output(output, content)
@@ -185,7 +185,7 @@ def _export_folder(run: str, output: str, data: Location | None, storage: str, *
 
     # The folder is written on this machine first. What is compared is the network that timm loads from there, in a copy
     # of the classifier, which preprocesses the images.
-    images = _check_images(classifier, data)
+    images = _images_to_compare(classifier, data)
     with TemporaryFolder() as folder:
         reloaded = copy.deepcopy(classifier)
         reloaded.network = write_network(folder / "network", config, classifier)
@@ -215,7 +215,7 @@ def _export_folder(run: str, output: str, data: Location | None, storage: str, *
     )
 
 
-def _check_images(classifier: Classifier, data: Location | None) -> Pixels:
+def _images_to_compare(classifier: Classifier, data: Location | None) -> Pixels:
     """Return at most 64 images to compare on, uint8 (n, H, W, C): spread over those in ``data``, or random pixels.
 
     Images that cannot be read are left out. Raises UsageError if none can be read.
@@ -290,6 +290,7 @@ def _as_onnx(classifier: Classifier, run: str) -> tuple[bytes, RunFile]:
 
 
 def _as_weights(classifier: Classifier, run: str) -> tuple[bytes, RunFile]:
+    """Return the weights as a safetensors file, and a function that computes logits with those read from it."""
     content = to_safetensors(classifier.network.state_dict(), classifier.classes)
     weights, _ = from_safetensors(content)
 

@@ -570,7 +570,8 @@ class AttachedLaunch:
             case ["measured", use]:
                 coordinator.measured(MachineUse(**use))
             case ["event", event]:
-                coordinator.event(parse_event(event)[1])
+                _, parsed = parse_event(event)
+                coordinator.event(parsed)
             case ["waits", int(waiting), int(num_workers), place]:
                 coordinator.waits(waiting, num_workers, place)
             case ["skip", images]:
@@ -581,9 +582,8 @@ class AttachedLaunch:
                 coordinator.decoded_on_cpu(num_images, reason)
             case ["stop", request]:
                 coordinator.request_stop(StopReason.from_json(request))
-            case ["fail", str(reason), True]:
-                coordinator.give_up(LoopFailed(reason, False))
-            case ["fail", str(reason), _]:
-                coordinator.give_up(LoopFailed(f"worker {rank} failed: {reason}", False))
+            case ["fail", str(reason), bool(is_sentence)]:
+                sentence = reason if is_sentence else f"worker {rank} failed: {reason}"
+                coordinator.give_up(LoopFailed(sentence, restart_may_help=False))
             case _:
                 raise ValueError(f"{message!r:.80} is no message of a worker")

@@ -130,7 +130,7 @@ def choose_cache(
 
 
 def _disk_cache(config: ResolvedConfig, data: Dataset) -> DiskCache:
-    """Return the cache that ``--cache disk`` asks for, whose folder is made; UsageError if it cannot be used here."""
+    """Return the cache that ``--cache disk`` asks for, and make its folder; raise UsageError if it cannot be used."""
     # Only files of a bucket are kept, in a folder of this user's.
     if data.train_store.cloud is None:
         raise UsageError(f"--cache is disk, and {data.train_store.url} is a folder; that is for images in a bucket.")

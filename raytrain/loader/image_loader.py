@@ -241,7 +241,7 @@ class ImageLoader:
             # From now on the batch counts as used, and after the last batch the epoch.
             self._next_step = self._step_after(step)
             yield batch
-        images_of_tensors.expect_nothing()  # the next batch may be from another loader
+        images_of_tensors.expect_nothing()  # no forward belongs to this loader's last batch any more
 
     # Its state.
 
@@ -427,7 +427,7 @@ class HeldOutImages:
     def __iter__(self) -> Iterator[Batch]:
         """Yield this process's batches, resized and normalised."""
         yield from self._loader._start().held_out(self._part)
-        images_of_tensors.expect_nothing()  # the next batch may be from another loader
+        images_of_tensors.expect_nothing()  # no forward belongs to this loader's last batch any more
 
 
 def _given_rank_and_size(rank: object, world_size: object) -> tuple[int, int] | None:

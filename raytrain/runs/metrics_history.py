@@ -73,7 +73,7 @@ class History:
         self._changed.set()
 
     def skip(self, images: Iterable[SkippedImage]) -> list[SkippedImage]:
-        """Add images that could not be used to skipped.jsonl, each once; return those that it did not list before."""
+        """List images that could not be used in skipped.jsonl, each once; return those that it did not list before."""
         keys = self._skipped_keys
         new = list({image.key: image for image in images if image.key not in keys}.values())
         keys.update(image.key for image in new)

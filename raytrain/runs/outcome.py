@@ -191,9 +191,10 @@ def failure_sentence(
 ) -> str:
     """Return a text that says why a run failed, and how to resume it. It ends without a full stop.
 
-    No command can name a ``loop`` that was given as a function, or that is a block of :func:`raytrain.attach`: then the
-    sentence says how to call ``raytrain.train``, or the ``command``. A run without checkpoint or step has left nothing
-    to resume, and its name is free, so it is to be started as before.
+    ``command`` is what has started the run: a command of the shell, or, with a ``loop``, the function of this name in
+    ``raytrain``, because no command of the shell can name a loop that was given as a function or is a block of
+    :func:`raytrain.attach`. ``has_step``: a step was completed. A run without checkpoint or step has left nothing to
+    resume, and its name is free, so it is to be started as before.
     """
     failed = f"Run {config.name!r} failed: {reason.rstrip('.')}."
     if not has_checkpoint and not has_step:

@@ -247,13 +247,13 @@ class BucketStore(Store):
 
     def remove_if_empty(self) -> None: ...
 
-    def abort_uploads(self, is_wanted: Callable[[str], bool]) -> None:
+    def abort_uploads(self, should_abort: Callable[[str], bool]) -> None:
         if not isinstance(self.cloud, S3):
             return
         bucket, root = bucket_and_root(self.url)
         with suppress(StorageError), self._explained("", self._client()):
             keys = self._s3_keys()
-            self.cloud.abort_uploads(bucket, root, keys, lambda name: is_wanted(name.removeprefix(root)))
+            self.cloud.abort_uploads(bucket, root, keys, lambda name: should_abort(name.removeprefix(root)))
 
     def _check_owner(self, client: ObjectStore) -> None:
         """Raise OwnerChanged if the store has a guard, and its object names another owner."""

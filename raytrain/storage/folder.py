@@ -30,7 +30,7 @@ _log = logging.getLogger("raytrain")
 REPORT_AFTER_S = 5.0
 _UNTIL_CLOSED = RetryPolicy(20, 30.0)  # for opening a file: until others are closed, if this process has too many open
 _MAX_REMOVALS = 20  # times that others may remove a folder while a file is opened in it
-_NO_FOLDER = "lost+found"  # a folder at the root of a disk, which only root may read
+_LOST_AND_FOUND = "lost+found"  # a folder at the root of a disk, which only root may read
 # Files that are no objects: put() writes a .part and renames it, put_if() locks a .lock. Killed processes leave some.
 _NO_OBJECT = re.compile(r"\.[0-9a-f]{32}\.part$|\.lock$")
 
@@ -169,7 +169,7 @@ class FolderStore(Store):
             except (FileNotFoundError, NotADirectoryError):
                 continue
             except OSError as error:
-                if folder != _NO_FOLDER:
+                if folder != _LOST_AND_FOUND:
                     report(f"left out: {explain_os_error(error, f'{self.url}/{folder}')}")
         return folders_with_name
 
@@ -259,7 +259,7 @@ class FolderStore(Store):
             return
         with os.scandir(folder) as entries:
             for entry in entries:
-                if entry.is_dir() and entry.name != _NO_FOLDER:
+                if entry.is_dir() and entry.name != _LOST_AND_FOUND:
                     yield from self._walk(entry.path, parents | {identity})
                 elif entry.is_file() and not _NO_OBJECT.search(entry.name):
                     with suppress(FileNotFoundError):  # deleted since it was listed
@@ -385,7 +385,7 @@ def dead_ends(store: Store) -> list[str]:
         if not entries:
             yield f"{folder}/"
         for entry in entries:
-            if entry.is_dir() and entry.name != _NO_FOLDER:
+            if entry.is_dir() and entry.name != _LOST_AND_FOUND:
                 yield from walk(entry.path, parents | {identity})
             elif entry.is_symlink() and not os.path.exists(entry.path):
                 yield entry.path

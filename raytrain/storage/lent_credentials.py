@@ -99,7 +99,11 @@ class CredentialBroker:
 
 
 class CredentialLender:
-    """Calls ``lend`` with the credentials of each cloud's source: at once, and again before they expire."""
+    """Lends the credentials of each cloud's source to other processes, at once, and again before they expire.
+
+    ``lend`` is called with the name of a cloud and its credentials, or None if the source has none: by the constructor,
+    and by :meth:`lend_if_due`, which whoever makes a lender has to call every few seconds.
+    """
 
     def __init__(
         self, lend: Callable[[str, CredentialFields | None], None], sources: Mapping[str, CredentialSource]

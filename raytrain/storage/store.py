@@ -163,8 +163,8 @@ class Store(ABC):
     def remove_if_empty(self) -> None:
         """Remove the folder if no file is left in it. There is nothing to do in a bucket, which has no folders."""
 
-    def abort_uploads(self, is_wanted: Callable[[str], bool]) -> None:  # noqa: B027
-        """Abort abandoned uploads in parts of objects whose paths ``is_wanted`` accepts.
+    def abort_uploads(self, should_abort: Callable[[str], bool]) -> None:  # noqa: B027
+        """Abort abandoned multipart uploads of the objects whose paths ``should_abort`` accepts.
 
         Only S3 keeps and lists the parts of such an upload. If it refuses the requests, nothing happens, and no error
         is raised: a rule of the bucket may remove the parts.

@@ -218,13 +218,14 @@ class Augmentation:
             yield kinds, np.where(kinds == Operation.SOLARIZE, 128 / 255, magnitudes)
             return
 
-        # In each step, any operation up to EQUALIZE. TrivialAugment draws the magnitude, RandAugment has one for all.
-        magnitudes = magnitudes_of(chosen.policy, size)
+        # In each step, any operation up to EQUALIZE, the last one before BLUR. TrivialAugment draws the level of the
+        # magnitude for each image, RandAugment has one for all.
+        table = magnitudes_of(chosen.policy, size)  # (operations, levels)
         numbers = self._numbers(_AUTO, samples, epoch, 3 * chosen.num_operations)
-        for kind, level, sign in numbers.reshape(chosen.num_operations, 3, -1):
+        for kind, level, sign in numbers.reshape(chosen.num_operations, 3, -1):  # (m,) each, in [0, 1)
             operations = (kind * Operation.BLUR).astype(np.int64)
-            levels = (level * magnitudes.shape[1]).astype(np.int64) if chosen.policy == "trivial" else chosen.magnitude
-            yield operations, _signed(operations, magnitudes[operations, levels], sign)
+            levels = (level * table.shape[1]).astype(np.int64) if chosen.policy == "trivial" else chosen.magnitude
+            yield operations, _signed(operations, table[operations, levels], sign)
 
     def _augmix(self, images: Tensor, samples: Int64s, epoch: int, severity: int) -> Tensor:
         """Return images mixed with three chains of one to three operations on each (Hendrycks et al. 2020)."""

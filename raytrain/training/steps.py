@@ -362,7 +362,7 @@ class Steps:
         if self._num_steps_done == 1:
             for note in self.notes():
                 self.report_once(note)
-            self._report_frozen_differently()
+            self._report_changed_freezing()
 
         # Compare the workers after steps 1, 2, 4, 8, … of this attempt, the powers of 2: most mistakes show at once.
         if self._num_steps_done & (self._num_steps_done - 1) == 0:
@@ -372,7 +372,7 @@ class Steps:
         self.watch.compare()  # which does nothing unless the step was watched
         return totals
 
-    def _report_frozen_differently(self) -> None:
+    def _report_changed_freezing(self) -> None:
         """Report weights that learn after the first step of a resume, and did not before, or the other way round."""
         is_frozen_now, learns_now = self._state.frozen_differently()
         if is_frozen_now:

@@ -211,7 +211,7 @@ def loopback_environment() -> dict[str, str]:
 
 @contextmanager
 def variables_set(variables: Mapping[str, str]) -> Iterator[None]:
-    """Give this process these variables, which Ray sees, too, during the ``with`` block; then those of before."""
+    """Set these environment variables, for Ray too, and restore the former ones at the end of the ``with`` block."""
     before = {name: os.environ.get(name) for name in variables}
     set_variables(variables)
     try:

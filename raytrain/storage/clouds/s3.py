@@ -152,9 +152,9 @@ class S3(Cloud):
             query["ContinuationToken"] = token
 
     def abort_uploads(
-        self, bucket: str, prefix: str, keys: Credentials | None, is_wanted: Callable[[str], bool]
+        self, bucket: str, prefix: str, keys: Credentials | None, should_abort: Callable[[str], bool]
     ) -> None:
-        """Abort the uploads in parts of objects below ``prefix`` whose names ``is_wanted`` accepts.
+        """Abort the multipart uploads of objects below ``prefix`` whose names ``should_abort`` accepts.
 
         The parts of an abandoned upload are in no listing of objects, but must be paid for. Raises botocore's
         exceptions.
@@ -163,7 +163,7 @@ class S3(Cloud):
         payer = {"RequestPayer": "requester"} if self.requester_pays else {}
         pages = client.get_paginator("list_multipart_uploads").paginate(Bucket=bucket, Prefix=prefix, **payer)
         # List all uploads before the first is aborted: the request for the next page names the last upload of this one.
-        uploads = [upload for page in pages for upload in page.get("Uploads", []) if is_wanted(upload["Key"])]
+        uploads = [upload for page in pages for upload in page.get("Uploads", []) if should_abort(upload["Key"])]
         for upload in uploads:
             client.abort_multipart_upload(Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"], **payer)
 
