@@ -12,7 +12,7 @@ from raytrain.errors import UsageError
 
 
 class Intervals(NamedTuple):
-    """The intervals between checkpoints; one is due when any of them is over. 0 turns an interval off."""
+    """The intervals between checkpoints; the next checkpoint is due when any of them is over. 0: no such interval."""
 
     epochs: int = 0
     steps: int = 0
@@ -21,6 +21,8 @@ class Intervals(NamedTuple):
     @classmethod
     def parse(cls, texts: Iterable[str]) -> Intervals:
         """Return the intervals that ``texts`` name; raise UsageError for a text that names none, or two of one unit.
+
+        The word ``none`` adds no interval. Of two texts in the same unit, the last one counts.
 
         Example: ``Intervals.parse(["1ep", "10m"]) == Intervals(epochs=1, seconds=600)``
         """

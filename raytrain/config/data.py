@@ -80,7 +80,7 @@ class DataOptions:
 
     @property
     def fold(self) -> tuple[int, int] | None:
-        """``validation_fold`` as two numbers: (2, 5) for ``2/5``; None without it."""
+        """K, counted from 1, and N of ``validation_fold``: (2, 5) for ``2/5``; None without it."""
         if self.validation_fold is None:
             return None
         number, _, num_folds = self.validation_fold.partition("/")
@@ -93,15 +93,16 @@ class DataOptions:
 
 
 def check_data(options: DataOptions) -> None:
-    """Raise UsageError if options of labels do not fit together."""
+    """Raise UsageError if options of labels or of held-out images do not fit together, or one of them is malformed."""
     # Options about a label file are a mistake without one. Two of them also apply to what a pattern finds in names.
+    label_files = (options.labels, options.validation_labels, options.test_labels)
     for name in ("key_column", "label_column", "label_separator", "group_by"):
-        files = (options.labels, options.validation_labels, options.test_labels)
+        is_given = getattr(options, name) not in (None, ())
         applies_to_pattern = options.label_pattern is not None and name in ("label_separator", "group_by")
-        if getattr(options, name) not in (None, ()) and files == (None, None, None) and not applies_to_pattern:
+        if is_given and label_files == (None, None, None) and not applies_to_pattern:
             raise UsageError(f"{flag(name)} is for the label file; give that with --labels.")
     if options.label_pattern is not None:
-        _check_pattern(options, options.label_pattern)
+        _check_options_beside_pattern(options, options.label_pattern)
     elif options.group_by is not None and options.labels is None:
         raise UsageError("--group-by is for the label file of the training images; give that with --labels.")
 
@@ -119,7 +120,8 @@ def check_data(options: DataOptions) -> None:
         raise UsageError("--validation-data and --validation-fraction both say what is for validation; give one.")
     if options.validation_fold is not None:
         match = re.fullmatch(r"([1-9]\d{0,3})/([1-9]\d{0,3})", options.validation_fold)
-        if match is None or not 1 < int(match[2]) >= int(match[1]):
+        is_fold = match is not None and int(match[2]) >= max(2, int(match[1]))
+        if not is_fold:
             raise UsageError(
                 f"--validation-fold is {options.validation_fold}; give the number of a fold and how many there are, at "
                 "least two, such as 1/5."
@@ -138,7 +140,10 @@ def check_data(options: DataOptions) -> None:
 
 
 def check_label_pattern(pattern: str) -> re.Pattern[str]:
-    """Compile ``--label-pattern``; raise UsageError if it is no regular expression, or has no group."""
+    """Return ``--label-pattern``, compiled; raise UsageError if it is no regular expression, or has no group.
+
+    Example: ``check_label_pattern("(?P<label>.+)_[0-9]+[.]jpg")``
+    """
     try:
         expression = re.compile(pattern)
     except re.error as error:
@@ -150,8 +155,8 @@ def check_label_pattern(pattern: str) -> re.Pattern[str]:
     return expression
 
 
-def _check_pattern(options: DataOptions, pattern: str) -> None:
-    """Raise UsageError if ``--label-pattern`` does not go with the other options of labels."""
+def _check_options_beside_pattern(options: DataOptions, pattern: str) -> None:
+    """Raise UsageError if ``--label-pattern`` is malformed, or does not go with the other options of labels."""
     for name in ("labels", "validation_labels", "test_labels"):
         if getattr(options, name) is not None:
             raise UsageError(
@@ -197,7 +202,7 @@ class AugmentationOptions:
 
     @property
     def crops_originals(self) -> bool:
-        """True if each epoch decodes different parts of the original images, so decoded images cannot be cached."""
+        """True if each epoch decodes other parts of the original images, so that decoded images cannot be cached."""
         return self.random_resized_crop and self.cache_side is None
 
 

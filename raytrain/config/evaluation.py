@@ -50,13 +50,14 @@ class EvaluationOptions:
     @property
     def named_metrics(self) -> tuple[str, ...]:
         """Further metrics of each evaluation: ``metrics``, and those that ``best`` and ``until`` name."""
-        chosen = self.best, self.target and self.target[0]
-        named = [*self.metrics, *(name for name in chosen if name is not None and _NAMED.fullmatch(name))]
+        # Each evaluation measures accuracy and the like anyway; one such as top5 only if an option names it.
+        needed = self.best, self.target and self.target[0]
+        named = [*self.metrics, *(name for name in needed if name is not None and _NAMED.fullmatch(name))]
         return tuple(dict.fromkeys(named))
 
 
 def is_fraction(metric: str) -> bool:
-    """Return True if no value of a metric of the built-in evaluation lies above 1.
+    """Return True if ``metric``, one of the built-in evaluation, is a fraction, so that no value of it lies above 1.
 
     Example: ``is_fraction("accuracy") and is_fraction("top3") and not is_fraction("loss")``
     """

@@ -30,15 +30,20 @@ def pip_install(packages: str) -> str:
 def extra(name: str) -> str:
     """Return the name of an extra with the command that installs it here, for sentences such as "install …".
 
+    In a checkout, the command installs the extra, by uv in the environment that uv keeps there. Elsewhere it installs
+    the packages that the extra consists of.
+
     Example: ``extra("onnx") == "raytrain[onnx] (`uv sync --inexact --extra onnx` in /home/me/raytrain)"``
     """
     if (_ROOT / "pyproject.toml").is_file():
-        if Path(sys.prefix).resolve() == (_ROOT / ".venv").resolve():  # the environment that `uv run` and uv sync use
-            return f"raytrain[{name}] (`uv sync --inexact --extra {name}` in {_ROOT})"  # keeps others
+        # Without --inexact, uv would remove the extras that are installed already from its environment, .venv.
+        if Path(sys.prefix).resolve() == (_ROOT / ".venv").resolve():
+            return f"raytrain[{name}] (`uv sync --inexact --extra {name}` in {_ROOT})"
         return f"raytrain[{name}] (`{pip_install('-e ' + shlex.quote(f'{_ROOT}[{name}]'))}`)"
 
-    # An installed package knows what its extras need; the address that it came from may be gone.
-    requirements = [requirement.split(";") for requirement in distribution("raytrain").requires or ()]
-    marker = re.compile(rf"""extra == ["']{name}["']""")
-    packages = sorted(package.strip() for package, *markers in requirements if marker.search(";".join(markers)))
+    # An installed package knows what its extras need; the address that it came from may be gone. A requirement of an
+    # extra reads `onnx>=1.16; extra == "onnx"`.
+    requirements = [requirement.partition(";") for requirement in distribution("raytrain").requires or ()]
+    is_of_extra = re.compile(rf"""extra == ["']{name}["']""")
+    packages = sorted(package.strip() for package, _, markers in requirements if is_of_extra.search(markers))
     return f"raytrain[{name}] (`{pip_install(shlex.join(packages))}`)"

@@ -35,7 +35,9 @@ class Prices:
 
     @classmethod
     def parse(cls, texts: Sequence[str]) -> Prices:
-        """Return the prices that ``--price`` names; raise UsageError if it names none.
+        """Return the prices that ``texts``, at least one, name; raise UsageError for a text that names none.
+
+        A price of each machine, which names no GPU, must be the only one.
 
         Example: ``Prices.parse(["A100=1.8"]).of_gpu("NVIDIA A100-SXM4-80GB") == 1.8``
         """
@@ -54,7 +56,10 @@ class Prices:
         return cls(by_gpu=of_gpus) if of_gpus else cls(per_machine=parts[0][1])
 
     def of_gpu(self, name: str) -> float | None:
-        """Return the price of a GPU: that of the longest type which is a part of its ``name``; None without one."""
+        """Return the price of a GPU: that of the longest type which is a part of its ``name``; None if no type is.
+
+        Upper and lower case are the same. With ``per_machine``, it is always None.
+        """
         fitting = [(len(gpu), price) for gpu, price in self.by_gpu if gpu.lower() in name.lower()]
         return max(fitting)[1] if fitting else None
 
@@ -148,14 +153,14 @@ def check_machines(options: MachineOptions) -> None:
         Prices.parse(options.price)
 
     # The local backend has no cluster, so an option of a cluster is a mistake there.
-    is_for_cluster = {
+    is_used_by_option = {
         "workers": options.elastic_workers is not None,
         "address": options.address is not None,
         "scope_keys": options.scope_keys,
         "wait_for_machines_s": options.wait_for_machines_s > 0,
         "device": options.accelerator_type is not None,
     }
-    for name, is_used in is_for_cluster.items():
+    for name, is_used in is_used_by_option.items():
         if is_used and options.backend == "local":
             raise UsageError(
                 f"{flag(name)} is {getattr(options, name)}, which is for a Ray cluster, and --backend is local; change "

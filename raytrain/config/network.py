@@ -33,7 +33,7 @@ _ARGUMENTS_OF_OPTIONS = {
     **dict.fromkeys(("pretrained", "weights", "checkpoint_path", "pretrained_cfg"), "--weights says it"),
     "img_size": "--image-size says it",
 }
-"""Arguments of a library's networks that are given otherwise, and how."""
+"""Arguments of a library's networks that ``--model-option`` must not give, by what says them instead."""
 _FULL_SIZE_AFTER = 0.8  # fraction of the epochs after which images have their full size
 _SIDE_STEP = 4  # pixels; networks halve such a side twice without a remainder
 
@@ -103,7 +103,7 @@ class NetworkOptions:
 
     @property
     def model_options(self) -> dict[str, Any]:
-        """The arguments in ``model_option`` by name. A value that is no Python literal is text."""
+        """The arguments in ``model_option`` by name; a value that Python does not read as a literal is text."""
         options: dict[str, Any] = {}
         for word in self.model_option:
             name, _, text = word.partition("=")
@@ -125,7 +125,10 @@ class NetworkOptions:
 
 
 def check_network(options: NetworkOptions) -> None:
-    """Raise UsageError if a range of image sizes or an argument is malformed, or ``mean`` does not fit the channels."""
+    """Raise UsageError for a malformed image size or argument, or a ``mean`` or ``std`` that does not fit the channels.
+
+    Also refused is an argument of a library's network that another option decides.
+    """
     if isinstance(options.image_size, str) and not re.fullmatch(r"[1-9]\d*\.\.[1-9]\d*", options.image_size):
         raise UsageError(
             f"--image-size is {options.image_size!r}; give a side, such as 224, height and width, or a range for "
@@ -166,7 +169,8 @@ def timm_name(model: str | None) -> str | None:
 def first_and_full_size(image_size: Size | str) -> tuple[Size, Size]:
     """Return the size of training images in the first epoch, and the size in the last epochs and of all other images.
 
-    Example: ``first_and_full_size("128..224") == ((128, 128), (224, 224))``
+    They differ only for a range, which is a text. Example:
+    ``first_and_full_size("128..224") == ((128, 128), (224, 224))``
     """
     if not isinstance(image_size, str):
         return image_size, image_size

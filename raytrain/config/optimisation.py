@@ -213,10 +213,16 @@ def check_optimisation(options: OptimisationOptions) -> None:
 
 
 def is_per_worker(value: object) -> bool:
-    """Return True if ``value`` is a text such as ``32/worker``. What stands before the slash may be no number."""
+    """Return True if ``value`` is a text such as ``32/worker``; what stands before the slash is not checked.
+
+    Example: ``is_per_worker("0.05/worker") and not is_per_worker(0.1)``
+    """
     return isinstance(value, str) and value.endswith(_PER_WORKER)
 
 
 def total_of_workers(value: N | str, kind: type[N], num_workers: int) -> N:
-    """Resolve a per-worker value: ``"32/worker"`` with 4 workers is 128; a plain number is returned unchanged."""
+    """Resolve a per-worker value, a number of the type ``kind``, for all workers; return a plain number unchanged.
+
+    Example: ``total_of_workers("32/worker", int, num_workers=4) == 128``
+    """
     return kind(value.removesuffix(_PER_WORKER)) * num_workers if isinstance(value, str) else value

@@ -115,7 +115,7 @@ class TrainConfig(
     """
 
     def __new__(cls, *values: object, **options: object) -> Self:
-        """Raise UsageError, where Python would raise TypeError, for options that do not exist or have no name."""
+        """Make the object; raise UsageError, where Python would raise TypeError, for an unknown or unnamed option."""
         if values:
             raise UsageError(f"TrainConfig has a value without a name, {values[0]!r}; write learning_rate=0.1.")
         known = {field.name for field in dataclasses.fields(cls)}
@@ -131,7 +131,7 @@ class TrainConfig(
         if str(self.image_size).isdecimal():  # the side of a square
             object.__setattr__(self, "image_size", (int(cast(str, self.image_size)),) * 2)
         read_values(self)
-        # Check the rules of each section, then those between sections. The first one that is broken raises.
+        # Check the rules of each section, then those between sections. The first broken rule raises UsageError.
         check_limits(self)
         check_machines(self)
         check_optimisation(self)
@@ -148,7 +148,7 @@ class TrainConfig(
         return self.best or ("mean_average_precision" if self.multi_label else "accuracy")
 
     def scaled_to(self, num_workers: int) -> TrainConfig:
-        """Return the same options with the global batch size and learning rate, of all ``num_workers`` together.
+        """Return these options with batch size and learning rate as plain numbers, of all ``num_workers`` together.
 
         Example: ``TrainConfig(batch_size="32/worker").scaled_to(4).batch_size == 128``
         """
@@ -172,9 +172,12 @@ class TrainConfig(
         fastest_decoder: Decoder = "cpu",
         channels_last: bool = False,
     ) -> ResolvedConfig:
-        """Return the options of a run that starts, with everything decided.
+        """Return the options of a run that starts, with everything decided and without secrets.
 
-        ``device`` is what the workers train on. ``mean`` and ``std`` were measured on the training images.
+        ``device``, cpu or cuda, is what the workers train on. ``mean`` and ``std`` were measured on the training
+        images; options that give them win. The last four arguments are what suits the machines and the network: they
+        take the place of options that are auto.
+
         Raises UsageError if ``--worker-load`` does not have one number for each worker.
         """
         if self.worker_load is not None and len(self.worker_load) != num_workers:
@@ -189,7 +192,7 @@ class TrainConfig(
             option: value for option, value in scaled.items() if value is not None and option not in secret
         }
         options |= {"name": name, "mean": self.mean or mean, "std": self.std or std}
-        options.setdefault("learning_rate", 0.0)
+        options.setdefault("learning_rate", 0.0)  # of a loop of the user's own that does without one
 
         # For options that are auto, take what was decided for the machines.
         if self.device_type != device:
@@ -318,7 +321,12 @@ def options_with(mark: Mark) -> tuple[str, ...]:
 
 
 def similar_options(name: str) -> str:
-    """Return `` (did you mean …?)`` with options that are similar to ``name``, or have it as their second flag."""
+    """Return `` (did you mean …?)`` with the options that are similar to ``name``; empty text if there are none.
+
+    If ``name`` is the second flag of an option, it names only that one.
+
+    Example: ``similar_options("lr") == " (did you mean learning_rate?)"``
+    """
     by_synonym = {
         mark.flag: option
         for option, hint in hints_of(TrainConfig).items()
@@ -331,7 +339,10 @@ def similar_options(name: str) -> str:
 
 @cache
 def options_by_call() -> dict[str, list[str]]:
-    """Return the options that take effect only in one call of a loop, such as run.loss, by that call."""
+    """Return the names of the options that take effect only in one call of a loop, such as run.loss, by that call.
+
+    Example: ``"focal_gamma" in options_by_call()["run.loss"]``
+    """
     options: dict[str, list[str]] = {}
     for name, annotation in hints_of(TrainConfig).items():
         for mark in marks_of(annotation):

@@ -66,7 +66,7 @@ def load_function(option: str, name: str) -> Callable[..., Any]:
 
 
 _OWN_MODULE = "raytrain_own_"  # begins the names of modules imported from files, so that they hide no others
-_imported: dict[str, tuple[str, int, int]] = {}  # path, time and size of the files that were imported, by module
+_imported: dict[str, tuple[str, int, int]] = {}  # path, time (ns) and size (bytes) of the imported files, by module
 
 
 def import_own_file(path: str | Path) -> ModuleType:
@@ -87,7 +87,7 @@ def import_own_file(path: str | Path) -> ModuleType:
     assert spec is not None and spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
 
-    # The folder stays in the path, because the user's functions may import more files when they are called.
+    # The folder stays in sys.path, because the user's functions may import more files when they are called.
     sys.path.insert(0, str(file.parent))
     with _without_arguments(str(file)):
         spec.loader.exec_module(module)
@@ -97,16 +97,17 @@ def import_own_file(path: str | Path) -> ModuleType:
 
 @contextmanager
 def _without_arguments(program: str) -> Generator[None]:
-    """Show a module of the user's a command line of ``program`` alone: the arguments in sys.argv are raytrain's."""
-    before, sys.argv = sys.argv, [program]
+    """Let sys.argv hold ``program`` alone while a module of the user's is imported: its arguments are raytrain's."""
+    arguments_of_raytrain, sys.argv = sys.argv, [program]
     try:
         yield
     finally:
-        sys.argv = before
+        sys.argv = arguments_of_raytrain
 
 
 def own_files() -> dict[str, str]:
-    """Return the files that this process has imported by their paths, by the names of their modules."""
+    """Return the paths of the files that this process has imported by their paths, by the names of their modules."""
+    # A copy of the names, because another thread may be importing.
     return {name: file for name in [*sys.modules] if (file := own_file(name))}
 
 
@@ -142,7 +143,12 @@ def load_optional(option: str, name: str | None) -> Callable[..., Any] | None:
 
 
 def check_module(option: str, name: str) -> None:
-    """Raise UsageError if ``name`` does not name a function, or its file or package is missing. Imports nothing."""
+    """Raise UsageError if ``name`` has not the form of a function's name, or its file or outermost package is missing.
+
+    It imports nothing, so a function that is missing in an existing file or package is not noticed.
+
+    Example: ``check_module("--loop", "my_loop.py:train")``
+    """
     place = name.rpartition(":")[0]
     if not place:
         raise _names_no_function(option, name)
@@ -199,20 +205,25 @@ def sending(functions: Mapping[str, object]) -> Generator[None]:
     """Make a UsageError of an exception that pickling ``functions`` raises, with the variables that cause it.
 
     ``functions`` are the user's own, by the names that the sentence gives them; None for one that is not given.
+
+    Example: ``with sending({"The loop": loop}): pickle_own_code(loop)``
     """
     try:
         yield
     except Exception as error:
         # Pickle does not say which variable holds the value that it refuses: so try each variable by itself.
-        culprits: dict[str, list[str]] = {}
+        culprits: dict[str, list[str]] = {}  # names of such variables, by function
         for name, function in functions.items():
             if function is not None:
                 of_module, of_closure = variables_of(function)
                 variables = {**of_module, **of_closure}
                 culprits[name] = [variable for variable in variables if not _can_be_pickled(variables[variable])]
-        name, variables = max(culprits.items(), key=lambda culprit: len(culprit[1]))
-        shown = ", ".join(f"`{variable}`" for variable in variables) or "what is used there"
-        are, them = ("are", "them") if len(variables) > 1 else ("is", "it")
+
+        # The sentence is about one function, that with the most of them. No variable may be found, as if the function
+        # itself is an object that pickle refuses.
+        name, refused = max(culprits.items(), key=lambda culprit: len(culprit[1]))
+        shown = ", ".join(f"`{variable}`" for variable in refused) or "what is used there"
+        are, them = ("are", "them") if len(refused) > 1 else ("is", "it")
         raise UsageError(
             f"{name} cannot be sent to the workers, because of {shown}, which {are} of this process alone "
             f"({describe(error)}); make {them} inside the function."
@@ -233,11 +244,13 @@ class _OwnCodePickler(cloudpickle.Pickler):
     """Pickles like cloudpickle, but functions keep the names of their files, so that errors can name a line."""
 
     def reducer_override(self, obj: Any) -> Any:
-        """Reduce ``obj``; pickle calls this."""
+        """Return the function and the arguments that rebuild ``obj``, or NotImplemented; pickle calls this."""
+        # cloudpickle replaces the name of a function's file by <dynamic-code>.
         if isinstance(obj, CodeType):
             make, arguments = cast(Any, cloudpickle.Pickler.dispatch_table)[CodeType](obj)
             return _code_of_file, (make, arguments, obj.co_filename)
-        # torch.classes, which cloudpickle takes along with a loop that names torch and run.classes, and cannot pickle.
+        # torch.classes is of a subclass of ModuleType, which cloudpickle cannot pickle. It is taken along with a loop
+        # that names both torch and an attribute called classes, such as run.classes.
         if isinstance(obj, ModuleType) and type(obj) is not ModuleType and sys.modules.get(obj.__name__) is obj:
             return importlib.import_module, (obj.__name__,)
         return cast(Any, super()).reducer_override(obj)
@@ -248,8 +261,11 @@ def _code_of_file(make: Callable[..., CodeType], arguments: tuple[Any, ...], fil
 
 
 def variables_of(function: object) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the global variables that a function names, and those of its closure; none if it is no plain function."""
-    with suppress(TypeError, ValueError):  # no plain function, or a variable of its closure has no value yet
+    """Return the values of the global variables that a function names, and of those in its closure, each by name.
+
+    Both are empty if ``function`` is no plain function, or a variable of its closure has no value yet.
+    """
+    with suppress(TypeError, ValueError):
         used = inspect.getclosurevars(cast(Any, function))
         return dict(used.globals), dict(used.nonlocals)
     return {}, {}
@@ -265,7 +281,7 @@ def _can_be_pickled(value: object) -> bool:
 
 
 def describe(error: BaseException) -> str:
-    """Return the type, the first line and the place in the user's files of an exception.
+    """Return the type and the first line of an exception, and where in the user's files it was raised, if there.
 
     Example: ``TypeError: … (my_loop.py, line 12: `loss.backward(1)`)``
     """
@@ -276,7 +292,10 @@ def describe(error: BaseException) -> str:
 
 
 def users_line(frames: traceback.StackSummary) -> str:
-    """Return the innermost line in the user's files, or empty text: ``my_loop.py, line 12: `loss.backward(1)```."""
+    """Return the innermost of the ``frames`` in the user's files, as :func:`line_of` does; empty text if none is.
+
+    Example: ``my_loop.py, line 12: `loss.backward(1)```
+    """
     for frame in reversed(frames):
         if not frame.filename.startswith("<") and is_of_user(frame.filename):
             return line_of(frame.filename, frame.lineno or 0)
@@ -326,17 +345,25 @@ def restart_may_help(error: BaseException) -> bool:
 
     A mistake in the user's code or a missing file would only fail again.
     """
+    # Classes of Ray and torch are told by their names, so that neither is imported here. DistError is torch's for its
+    # process groups; Gloo, which CPUs communicate with, raises a RuntimeError that only its text tells.
     kinds = type(error).__mro__
     is_of_ray = any(kind.__module__.partition(".")[0] == "ray" for kind in kinds)
     is_of_device = any(word in str(error) for word in ("CUDA", "cuDNN", "NCCL"))
     is_of_system = isinstance(error, (OSError, EOFError)) and not isinstance(error, _NOT_TRANSIENT)
-    is_of_worker = any(kind.__name__ == "DistError" for kind in kinds) or "gloo" in str(error).lower()
-    return is_of_ray or is_of_device or is_of_system or is_of_worker
+    is_of_connection = any(kind.__name__ == "DistError" for kind in kinds) or "gloo" in str(error).lower()
+    return is_of_ray or is_of_device or is_of_system or is_of_connection
 
 
 @contextmanager
 def in_one_sentence(failure: str) -> Generator[None]:
-    """Turn an exception of the user's code into a UsageError, ``failure`` and its reason, unless a restart may help."""
+    """Turn an exception of the user's code into a UsageError, ``failure`` and its reason, unless a restart may help.
+
+    An exit by SystemExit counts as one, too. Errors of raytrain, and those that :func:`restart_may_help` finds
+    transient, pass unchanged.
+
+    Example: ``with in_one_sentence("--transforms cannot be called"): transform = make()``
+    """
     try:
         yield
     except RaytrainError:

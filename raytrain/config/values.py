@@ -69,7 +69,10 @@ Kept = TypeVar("Kept", covariant=True)
 
 
 class Accepts(Generic[Given, Kept]):
-    """Says to type checkers what code may give for an option, and what the option then is; nothing calls it."""
+    """Says to type checkers what code may give for an option, and what the option then is; nothing calls it.
+
+    Example: ``Accepts[str | os.PathLike[str], str]()`` for an option that takes a path and holds text.
+    """
 
     def __call__(self, value: Given) -> Kept:
         """Never called: :func:`read_values` knows the type from the annotation."""
@@ -77,11 +80,14 @@ class Accepts(Generic[Given, Kept]):
 
 
 def option_field(*, default: Any, converter: Accepts[Any, Any]) -> Any:
-    """Return the field of an option that code may give in the ways that ``converter`` says.
+    """Return the field of an option that code may give in several ways.
+
+    Type checkers read these from ``converter``, as ``dataclass_transform`` tells them to. At run time it is ignored:
+    :func:`read_values` knows them from the annotation.
 
     Example: ``price: tuple[str, ...] = option_field(default=(), converter=TEXTS)``
     """
-    del converter  # for type checkers alone
+    del converter
     return field(default=default)
 
 
@@ -119,7 +125,7 @@ def read_value(name: str, given: object, hint: Any, *, numbers_as_text: bool = T
 
     Raises UsageError if it is not of the type ``hint``. Example: ``read_value("mean", [0.5], tuple[float, ...])``
     """
-    # Try the value itself, then as text, then as the only one of several, and None as none of several.
+    # Try the value itself, then its text, then a tuple that has only this value, and for None an empty tuple.
     value = _plain(given)
     if not matches(value, hint) and str in _alternatives(hint):
         value = _as_text(given, value, hint, numbers_as_text=numbers_as_text)
@@ -213,7 +219,8 @@ def seconds(text: str) -> float | None:
 def _plain(value: Any) -> Any:
     """Return ``value`` in the types of the command line: text for paths, Python's numbers, tuples for sequences.
 
-    A set becomes a sorted tuple, and a dictionary a tuple of texts ``NAME=VALUE``.
+    A set becomes a sorted tuple, and a dictionary a tuple of texts ``NAME=VALUE``. Numbers and arrays of NumPy and
+    tensors, which have the method ``tolist``, become numbers and tuples. Other values are returned unchanged.
     """
     if isinstance(value, os.PathLike):
         return os.fspath(cast("os.PathLike[str]", value))
@@ -236,6 +243,7 @@ def _as_text(given: object, value: object, hint: Any, *, numbers_as_text: bool) 
     ``given`` is the value that the user passed, and ``value`` is what :func:`_plain` made of it, which is returned
     unchanged if the command line has no form for it.
     """
+    # The annotation has the forms of the values in one text, such as "N|auto|MIN..MAX".
     forms = "|".join(form for form in getattr(hint, "__metadata__", ()) if isinstance(form, str)).split("|")
     pair = next((match[1] for form in forms if (match := _PAIR.fullmatch(form))), None)
     items = cast("tuple[object, ...]", value) if isinstance(value, tuple) else (value,)
@@ -269,7 +277,7 @@ def _is_plain_text(value: object) -> bool:
 
 
 def _wrong_type(name: str, value: object, hint: Any) -> UsageError:
-    """Return the error for a ``value`` that is not of the type ``hint``, with the values that are allowed."""
+    """Return the error for a ``value`` that is not of the type ``hint``; its sentence says which values are allowed."""
     # A function must be named, so that the workers can import it; options hold plain values only.
     kinds = list(_alternatives(hint))
     if callable(value) and str in kinds:
@@ -287,7 +295,7 @@ def _wrong_type(name: str, value: object, hint: Any) -> UsageError:
 
 
 def _alternatives(hint: Any) -> Iterator[Any]:
-    """Yield the types that an annotation allows, without limits; for a tuple, the types of its items."""
+    """Yield the types that an annotation allows, without limits; for a tuple, the types of its first item."""
     if get_origin(hint) in (Annotated, tuple):
         yield from _alternatives(get_args(hint)[0])
     elif get_origin(hint) in (Union, types.UnionType):
