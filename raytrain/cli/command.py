@@ -31,7 +31,10 @@ def process_started_at() -> float:
 
 @dataclass(frozen=True)
 class CommandResult:
-    """Result of a command: ``text`` for a person, ``document`` as JSON. Without text, the document becomes a table."""
+    """Result of a command: ``text`` for a person, ``document`` for ``--json``, and the exit code of the process.
+
+    If ``text`` is None, the document is shown as a table. An empty ``text`` prints nothing.
+    """
 
     text: RenderableType | None
     document: dict[str, Any]
@@ -46,7 +49,12 @@ Trust = Annotated[Flag, arg(help="Run the network also if it is code of whoever 
 
 
 def confirmed(question: str) -> bool:
-    """Ask whoever sits at the terminal, and return True if the answer is yes; raise UsageError if nobody sits there."""
+    """Ask whoever sits at the terminal, and return True if the answer is yes or y.
+
+    Raises UsageError, which names ``--yes``, if standard input is no terminal.
+
+    Example: ``confirmed("Delete first from ./runs?")``
+    """
     if not sys.stdin.isatty():
         raise UsageError(f"{one_line(question)} Nobody can be asked here; add --yes to answer with yes.")
     return input(f"{one_line(question)} [y/N] ").strip().lower() in ("y", "yes")

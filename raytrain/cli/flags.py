@@ -20,9 +20,10 @@ from raytrain.errors import UsageError, flag
 
 
 def complete_switches(argv: Sequence[str]) -> list[str]:
-    """Return ``--compile`` alone as ``--compile True``, and ``--no-compile`` as ``--compile False``.
+    """Return the words of a command line, with a value for each option that is a switch or a word; tyro needs one.
 
-    So it is with each option that is either a switch or a word; for tyro, it needs a value.
+    A switch gets True or False: ``--compile`` becomes ``--compile True``, ``--no-compile`` becomes ``--compile False``.
+    ``--compile reduce-overhead`` stays as it is: a word that follows, and is no flag, is the value.
     """
     completed: list[str] = []
     for word, following in zip(argv, [*argv[1:], "--"], strict=True):
@@ -45,7 +46,9 @@ def _switches_with_words() -> set[str]:
 def join_repeated(argv: Sequence[str], command: Callable[..., Any]) -> list[str]:
     """Return ``--tag a --tag b`` as ``--tag a b``, for all options of several values; tyro would drop ``a``.
 
-    Names that follow an option's value, as in ``rm first --yes second``, join those before it; tyro would refuse them.
+    ``command`` is the function of the command, whose annotations tell how many values an option takes. Words after
+    ``--``, which are another command's, stay as they are. Names that follow an option's value, as in
+    ``rm first --yes second``, join those before it, because tyro would refuse them.
 
     Raises UsageError if an option of one value is given twice; tyro would drop the first one.
     """

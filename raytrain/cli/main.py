@@ -72,6 +72,9 @@ def _open_closed_streams() -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line; return the exit code: 0 done, 1 failed, 2 bad usage or input, 130 aborted.
 
+    Prints the result, or the error as one sentence. Raises only SystemExit, after the help of a command, and OSError if
+    standard output cannot be written, such as BrokenPipeError if nobody reads it any more.
+
     Example: ``main(["show", "first", "--json"])``
     """
     argv = list(sys.argv[1:] if argv is None else argv) or ["--help"]
@@ -91,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(version("raytrain"))
         return 0
     if argv[0] in ("-h", "--help"):
-        _print_map()
+        _print_overview()
         return 0
 
     # However a command ends, it gives an exit code. The commands and the parser are imported inside this block, so that
@@ -100,8 +103,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         from raytrain.cli.commands import COMMANDS
         from raytrain.cli.parser import parse
 
-        with ExitStack() as opened:
-            opened.callback(_end_ray)
+        with ExitStack() as at_end:
+            at_end.callback(_end_ray)
             outcome = parse(argv, COMMANDS)()
     except KeyboardInterrupt:
         print("raytrain: aborted.", file=sys.stderr, flush=True)
@@ -109,19 +112,21 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(json.dumps({"status": "aborted", "error": "aborted."}), flush=True)
         return 130
     except Exception as error:
+        # A broken pipe is no error if it is standard output, as after `| head`: run() exits quietly.
         if isinstance(error, BrokenPipeError):
             from raytrain.monitor.stop_request import has_lost_reader
 
             if has_lost_reader(sys.stdout):
                 raise
-        if debug and not isinstance(error, TrainingFailed):  # whose reason, in another process, has been logged
+        # The reason why training failed arose in a worker, whose traceback has been logged already.
+        if debug and not isinstance(error, TrainingFailed):
             print(printable(redact(traceback.format_exc())), file=sys.stderr)
         return _print_error(error, as_json="--json" in argv)
     _print_outcome(outcome, as_json="--json" in argv)
     return outcome.exit_code
 
 
-def _print_map() -> None:
+def _print_overview() -> None:
     """Print all commands, grouped by what people want to do."""
     from rich.table import Table
     from rich.text import Text
@@ -135,8 +140,8 @@ def _print_map() -> None:
         table = Table.grid(padding=(0, 2))
         table.add_column(width=16)
         for command in commands:
-            about = re.split(r"[.:;]\s", inspect.getdoc(command) or "")[0]
-            table.add_row(f"  {option_name(command.__name__)}", about)
+            first_clause = re.split(r"[.:;]\s", inspect.getdoc(command) or "")[0]
+            table.add_row(f"  {option_name(command.__name__)}", first_clause)
         console.print(Text(f"\n{title}", style="bold"), table, sep="\n")
     console.print(_MORE, highlight=False)
 
@@ -150,7 +155,7 @@ def _end_ray() -> None:
 
 
 def _print_outcome(outcome: CommandResult, as_json: bool) -> None:
-    """Print the result of a command: its page, which may be empty, or its document as JSON."""
+    """Print the result of a command: its document as JSON, or its text, for which a table of the document stands in."""
     if as_json:
         from raytrain.runs.documents import plain
 
@@ -167,7 +172,12 @@ def _print_outcome(outcome: CommandResult, as_json: bool) -> None:
 
 
 def _print_error(error: Exception, as_json: bool) -> int:
-    """Print one sentence to standard error and, if asked for, JSON to standard output; return the exit code."""
+    """Print one sentence to standard error and, if asked for, JSON to standard output; return the exit code.
+
+    The traceback of an error that raytrain did not raise on purpose is written into a temporary file, which the
+    sentence names.
+    """
+    # Three errors of Python get a sentence that says what to do.
     if isinstance(error, MemoryError):
         error = UsageError(
             f"This machine has too little memory ({str(error) or 'it is full'}); give smaller images, a smaller "
@@ -180,10 +190,12 @@ def _print_error(error: Exception, as_json: bool) -> int:
             f"the temporary folder {tempfile.gettempdir()}, is full; make room."
         )
     if isinstance(error, FileNotFoundError):
+        # Perhaps all relative paths have lost their meaning, because the current folder has been removed.
         try:
             current_folder()
-        except UsageError as gone:
-            error = gone
+        except UsageError as folder_is_gone:
+            error = folder_is_gone
+
     if isinstance(error, RaytrainError):
         sentence = redact(str(error))
         # In a job, the sentence says where it was written: the reader's own machine has other keys and files.

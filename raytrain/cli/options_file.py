@@ -64,7 +64,8 @@ class OptionsFile:
 class _Entry:
     """An option in a file: its ``value``, and the same as text in ``words``; ``where`` names the file and the line.
 
-    ``words`` is a list of texts for a list, and None for a value that is not to be read as text, such as a mapping.
+    The words are for an option whose value must be text, such as the tag 2024. ``words`` is a list of texts for a list,
+    and None for a value that is not to be read as text, such as a mapping. A JSON file is named without a line.
     """
 
     where: str
@@ -107,19 +108,23 @@ def read_options_file(place: str) -> OptionsFile:
             warn_once(f"{place} has options that this version of raytrain does not know and ignores: {unknown}")
             entries = [entry for entry in entries if entry.name not in unknown]
 
-    read: dict[str, _Entry] = {}
+    where_given: dict[str, str] = {}
     values: dict[str, Any] = {}
     for entry in entries:
         name = entry.name.replace("-", "_")
-        if name in read:
-            raise UsageError(f"{entry.where}: {entry.name} is given already ({read[name].where}); remove one of them.")
-        read[name] = entry
+        if name in where_given:
+            raise UsageError(f"{entry.where}: {entry.name} is given already ({where_given[name]}); remove one of them.")
+        where_given[name] = entry.where
         values[name] = _value_of(entry, name)
     return OptionsFile(place, values.pop("recipe", None), values, is_foreign=is_of_run or "://" in place)
 
 
 def _value_of(entry: _Entry, name: str) -> Any:
-    """Return an option's value as a plain value; raise UsageError if it is no option or cannot have this value."""
+    """Return the value of the entry for the option ``name``, in plain types.
+
+    Raises UsageError, with the place in the file, if there is no such option or it cannot have this value, and for a
+    name that looks like that of a secret.
+    """
     hint = hints_of(TrainConfig).get(name)
     if hint is None and is_secret_name(name):
         raise UsageError(
@@ -159,7 +164,7 @@ class _Pairs(list[tuple[str, Any]]):
 
 
 def _json_entries(place: str, text: str) -> Iterator[_Entry]:
-    """Yield the options of a JSON object."""
+    """Yield the options of a JSON object, ``text``; raise UsageError if it is none. ``place`` is the file."""
     try:
         pairs = cast("list[tuple[str, Any]]", json.loads(text, object_pairs_hook=_Pairs))
     except RecursionError:
@@ -176,14 +181,17 @@ def _json_entries(place: str, text: str) -> Iterator[_Entry]:
 
 
 def _json_words(value: Any) -> Any:
-    """Return a JSON text or number as text, a list as a list of texts; None for any other value."""
+    """Return a JSON text or number as text, and a list as a list of these; None for any other value."""
     if isinstance(value, list):
         return [_json_words(item) for item in cast("list[Any]", value)]
     return str(value) if type(value) in (str, int, float) else None
 
 
 def _yaml_entries(place: str, text: str) -> Iterator[_Entry]:
-    """Yield the options of a YAML mapping, with their lines."""
+    """Yield the options of a YAML mapping, ``text``, with their lines; raise UsageError if it is none.
+
+    ``place`` is the file. An empty file has no options.
+    """
     import yaml  # deferred: few commands read options from a file
 
     try:
@@ -191,8 +199,9 @@ def _yaml_entries(place: str, text: str) -> Iterator[_Entry]:
     except RecursionError:
         raise UsageError(f"--config {place} is nested too deeply; give options by their names.") from None
     except yaml.YAMLError as error:
-        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or "unknown characters"
-        where = f"{place}, line {mark.line + 1}" if mark else place
+        position, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+        where = f"{place}, line {position.line + 1}" if position else place
+        problem = problem or "unknown characters"
         raise UsageError(
             f"{where}: this is no YAML ({problem}); write an option in each line, as in epochs: 10."
         ) from None
@@ -208,14 +217,19 @@ def _yaml_entries(place: str, text: str) -> Iterator[_Entry]:
 
 
 def _node_value(where: str, node: Any) -> Any:
-    """Return a node of YAML as a plain value: None, a truth value, a number, a text, or a list or dict of these."""
+    """Return a node of YAML as a plain value: None, a bool, a number or a str, or a flat list or dict of these.
+
+    Raises UsageError, which begins with ``where``, the file and the line, for a list or dict that contains another one.
+    """
     if node.id == "sequence" and all(item.id == "scalar" for item in node.value):
         return [_node_value(where, item) for item in node.value]
     if node.id == "mapping" and all(part.id == "scalar" for pair in node.value for part in pair):
         return {key.value: _node_value(where, value) for key, value in node.value}
     if node.id != "scalar":
         raise UsageError(f"{where}: the value is nested; options are not divided into sections here.")
-    if node.style is not None:  # in quotes
+    # What is in quotes is a str, and a plain word is what YAML 1.2 makes of it. A whole number with too many digits
+    # becomes a float, which no option for whole numbers takes.
+    if node.style is not None:
         return node.value
     word = node.value
     if word.lower() in _WORDS:
@@ -226,7 +240,7 @@ def _node_value(where: str, node: Any) -> Any:
 
 
 def _node_words(node: Any) -> Any:
-    """Return a node of YAML as the text in the file, or as a list of texts; None for a mapping."""
+    """Return a node of YAML as the text in the file, and a list as a list of texts; None for a mapping."""
     if node.id == "sequence":
         return [_node_words(item) for item in node.value]
     return node.value if node.id == "scalar" else None

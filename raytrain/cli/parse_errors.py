@@ -30,8 +30,9 @@ def as_usage_errors(
 ) -> Generator[None]:
     """Raise UsageError instead of tyro's error box.
 
-    For the sentence about an unknown flag, ``flags`` are those that it may be a misspelling of, and ``commands_with``
-    returns the commands that have it. ``sent_command`` is the command that ``submit`` got without ``--`` before it.
+    For the sentence about an unknown flag: it may be a misspelling of one of ``flags``, and ``commands_with`` returns
+    the names of the commands that have the flag it is called with. ``sent_command`` is the command that ``submit`` got
+    without ``--`` before it.
     """
 
     def refuse(event: events.ParseErrorEvent) -> NoReturn:
@@ -86,6 +87,7 @@ def _sentence(
 
 
 def _name(argument: ArgumentDefinition) -> str:
+    """Return what a sentence calls an argument: its flag, or the form of its values if it has no flag."""
     return _form(argument) if argument.is_positional() else argument.display_name()
 
 
@@ -97,7 +99,10 @@ def _form(argument: ArgumentDefinition) -> str:
 def _sentence_on_unknown(
     words: Sequence[str], flags: Collection[str], commands_with: Callable[[str], Sequence[str]]
 ) -> str:
-    """Return the sentence about the first of the unknown words; the others may be its values."""
+    """Return the sentence about the first of the unknown ``words``; the others may be its values.
+
+    ``flags`` and ``commands_with`` are those of :func:`as_usage_errors`.
+    """
     if words[0] in RECIPES:
         return f"{words[0]} is a recipe, which comes first, as in `raytrain train {words[0]} --data FOLDER`."
     if not words[0].startswith("-"):

@@ -88,7 +88,9 @@ def parse(argv: Sequence[str], commands: Commands[T]) -> functools.partial[T]:
     """Return the command that ``argv`` names, bound to its arguments; call the result to run it.
 
     Each command is a function whose annotated parameters are its arguments. A parameter ``config``, a TrainConfig,
-    becomes the choice of a recipe with all its options. Raises UsageError, or SystemExit after ``--help``.
+    becomes the choice of a recipe with all its options. Raises UsageError for a mistake in the words, in the file that
+    ``--config`` names, or in what the options are together; StorageError if that file, or the run that ``--resume``
+    continues, cannot be read; and SystemExit after ``--help``, which is printed.
 
     Example: ``parse(["train", "cifar10", "--epochs", "3"], {"train": train})()``
     """
@@ -112,7 +114,7 @@ def parse(argv: Sequence[str], commands: Commands[T]) -> functools.partial[T]:
             missing_at = first
             argv.insert(first, default)
 
-    command = _parse(argv, commands, recipes)
+    command = _parse_once(argv, commands, recipes)
     typed = command.keywords.get("config")
     if typed is None:
         return command
@@ -131,7 +133,7 @@ def parse(argv: Sequence[str], commands: Commands[T]) -> functools.partial[T]:
         if missing_at is not None:
             argv[missing_at] = recipe or default
         start = SimpleNamespace(**{**vars(recipes[recipe or default]), **values})
-        command = _parse(argv, commands, {**recipes, start.recipe: start})
+        command = _parse_once(argv, commands, {**recipes, start.recipe: start})
         if file.is_foreign and not command.keywords.get("trust"):
             _check_functions(typed, command.keywords["config"], place)
         typed = command.keywords["config"]
@@ -147,11 +149,13 @@ def parse(argv: Sequence[str], commands: Commands[T]) -> functools.partial[T]:
         if missing_at is not None:
             argv[missing_at] = stored.recipe
         start = SimpleNamespace(**{**vars(stored), **values})
-        command = _parse(argv, commands, {**recipes, stored.recipe: start})
+        command = _parse_once(argv, commands, {**recipes, stored.recipe: start})
         command.keywords["config"].pop(_CONFIG_FILE)
         if not command.keywords.get("trust"):
             resumed = command.keywords["config"]
             _check_functions(typed, resumed, f"{resumed['storage']}/{resumed['name']}/{CONFIG}")
+
+    # An option that somebody has given is no longer left to the images.
     options = command.keywords["config"]
     options["open_options"] = tuple(name for name in options["open_options"] if name not in {*given, *values})
     command.keywords["config"] = TrainConfig(**options)
@@ -159,7 +163,10 @@ def parse(argv: Sequence[str], commands: Commands[T]) -> functools.partial[T]:
 
 
 def _refuse_empty(words: Sequence[str]) -> None:
-    """Raise UsageError if a value is empty, as of a shell variable that is not set; only --note may be empty."""
+    """Raise UsageError if a word, or the value in ``--option=value``, is empty; only that of --note may be.
+
+    An empty word is mostly a shell variable that is not set.
+    """
     for previous, word in zip(["", *words], words, strict=False):
         name, equals, value = word.partition("=")
         if not word or (word.startswith("--") and equals and not value):
@@ -169,21 +176,24 @@ def _refuse_empty(words: Sequence[str]) -> None:
 
 
 def _given_options(words: Sequence[str]) -> set[str]:
-    """Return the names of the options whose flags are among the words of a command line."""
-    option_of = {flag(name): name for name in hints_of(TrainConfig)}
-    option_of |= {flag(name).replace("--", "--no-", 1): name for name in hints_of(TrainConfig)}
+    """Return the names of the options whose flags, in any spelling, are among the words of a command line."""
+    option_of_flag: dict[str, str] = {}
     for name, hint in hints_of(TrainConfig).items():
-        option_of |= {mark.flag: name for mark in marks_of(hint) if isinstance(mark, Synonym)}
+        option_of_flag[flag(name)] = name
+        option_of_flag[flag(name).replace("--", "--no-", 1)] = name
+        option_of_flag |= {mark.flag: name for mark in marks_of(hint) if isinstance(mark, Synonym)}
     flags = (word.partition("=")[0].replace("_", "-") for word in words if word.startswith("--"))
-    return {option_of[word] for word in flags if word in option_of}
+    return {option_of_flag[word] for word in flags if word in option_of_flag}
 
 
 def _stored_options(
     command: str, typed: Mapping[str, Any], recipe: str | None, defaults: Mapping[str, TrainConfig]
 ) -> TrainConfig:
-    """Return the stored options of the run to resume; those that each attempt decides anew have their defaults.
+    """Return the stored options of the run to resume; those that each attempt decides anew have the recipe's defaults.
 
-    ``recipe`` is the one that was typed, if any. Raises UsageError if the run was started from another one.
+    ``typed`` has the run's name and storage. ``recipe`` is the one that was typed or that a file of options names, if
+    any, and ``defaults`` are the options of all recipes by name. Raises UsageError, whose sentence has the name of the
+    ``command``, if the run was started from another recipe.
     """
     stored = read_config(open_run(typed["storage"], typed["name"]))
     if recipe not in (None, stored.recipe) or stored.recipe not in defaults:
@@ -196,7 +206,10 @@ def _stored_options(
 
 
 def _check_functions(typed: Mapping[str, Any], started: Mapping[str, Any], document: str) -> None:
-    """Raise UsageError if a function of a user's would run that was not typed, and that only ``document`` names."""
+    """Raise UsageError if a function of somebody's would run that the user has not typed, but only ``document`` names.
+
+    ``typed`` are the options as typed, and ``started`` those with which the command would start.
+    """
     for option in options_with(Mark.OWN_CODE):
         for name in map(str, set(as_tuple(started[option])).difference(as_tuple(typed[option]))):
             if names_own_function(name):
@@ -229,24 +242,29 @@ class _CommandLine(Generic[C]):
     """Show the traceback of an error; RAYTRAIN_DEBUG=1 does the same."""
 
 
-def _parse(argv: Sequence[str], commands: Commands[T], defaults: Mapping[str, Any]) -> functools.partial[T]:
-    """Parse once; the options of each recipe start from its ``defaults``, and are not checked yet."""
+def _parse_once(argv: Sequence[str], commands: Commands[T], defaults: Mapping[str, Any]) -> functools.partial[T]:
+    """Return the command bound to its arguments; print its help and raise SystemExit if ``argv`` asks for that.
+
+    The argument ``config``, if there is one, is a dict of options, which are not checked together yet. The options of
+    each recipe start from its ``defaults``. Raises UsageError for a mistake in the words.
+    """
     # tyro's help shows all options, as --help-all should; with --help, those that few people use are hidden from tyro.
-    is_short, is_help = (not {*words}.isdisjoint(argv) for words in (_HELP, (*_HELP, _ALL_HELP)))
+    is_short = any(word in _HELP for word in argv)
+    is_help = is_short or _ALL_HELP in argv
     argv = [_HELP[0] if word == _ALL_HELP else word for word in argv]
     if named := next((commands[word] for word in argv if word in commands), None):
         argv = join_repeated(argv, named)
     argv = complete_switches(argv)
 
     # tyro gets only the command and the recipe that the first words name: all of them would delay each command.
-    chosen = _chosen("command", commands, argv[:1])
+    chosen = _only_named("command", commands, argv[:1])
     has_recipe = len(chosen) == 1 and all("config" in hints_of_command(command) for command in chosen.values())
-    recipes = _chosen("recipe", defaults, argv[1:2]) if has_recipe else defaults
-    about = _summary if len(chosen) > 1 else _description
-    is_open = has_recipe and len(recipes) > 1
-    more = f"\n\nWithout a recipe, the command takes {AUTO}, or, with --loop, {CUSTOM}." if is_open else ""
+    recipes = _only_named("recipe", defaults, argv[1:2]) if has_recipe else defaults
+    help_text = _summary if len(chosen) > 1 else _description
+    lists_recipes = has_recipe and len(recipes) > 1
+    more = f"\n\nWithout a recipe, the command takes {AUTO}, or, with --loop, {CUSTOM}." if lists_recipes else ""
     choice = _choice(
-        subcommand(name, constructor=_bound(command, recipes, is_short), description=about(command) + more)
+        subcommand(name, constructor=_binder(command, recipes, is_short), description=help_text(command) + more)
         for name, command in chosen.items()
     )
 
@@ -259,7 +277,7 @@ def _parse(argv: Sequence[str], commands: Commands[T], defaults: Mapping[str, An
     def commands_with(name: str) -> list[str]:
         return [other for other, command in commands.items() if name in _flags_of(command)]
 
-    output = cast("TextIO", _WrappedOutput(sys.stdout, is_optional=is_open)) if is_help else sys.stdout
+    output = cast("TextIO", _WrappedOutput(sys.stdout, is_optional=lists_recipes)) if is_help else sys.stdout
     # What `submit` sends needs -- before it, or its options count as those of `submit`.
     sent = list(itertools.dropwhile(lambda word: word not in commands, argv[1:])) if argv[:1] == ["submit"] else []
     sent_command = [] if "--" in argv else sent
@@ -269,13 +287,13 @@ def _parse(argv: Sequence[str], commands: Commands[T], defaults: Mapping[str, An
 
 
 def _flags_of(command: Callable[..., Any]) -> list[str]:
-    """Return the flags of a command: those of its sections of options, and its own."""
+    """Return the flags of a command: those of its sections of options, and of its own parameters."""
     flags: list[str] = []
     for name, hint in hints_of_command(command).items():
         section = TrainConfig if name == "config" else hint
         if dataclasses.is_dataclass(section):
-            hidden = _hidden(hint)
-            flags += [flag(field.name) for field in dataclasses.fields(section) if field.name not in hidden]
+            without_flag = _options_without_flag(hint)
+            flags += [flag(field.name) for field in dataclasses.fields(section) if field.name not in without_flag]
         else:
             flags.append(flag(name))
     return flags
@@ -299,13 +317,15 @@ class _WrappedOutput:
         return self._output.isatty()
 
     def write(self, text: str) -> int:
-        """Write lines, none wider than the terminal."""
+        """Write ``text``, its lines wrapped to the width of the terminal; a wrapped line loses its colours."""
         lines: list[str] = []
-        text = text.replace("(required)", "(optional)") if self._is_optional else text  # as long, in its box
+        # The two words are equally long, so the box around them keeps its shape.
+        text = text.replace("(required)", "(optional)") if self._is_optional else text
         for line in text.split("\n"):
             plain = re.sub(r"\x1b\[[\d;]*m", "", line)  # without colours, which take no space
             if len(plain) > self._width:
-                words = plain.replace(",", ", ") if plain.endswith("}") else plain  # the names of all recipes
+                # The usage ends with the names of all recipes, {auto,custom,…}, between which a line may break.
+                words = plain.replace(",", ", ") if plain.endswith("}") else plain
                 line = textwrap.fill(words, self._width, break_on_hyphens=False)
             lines.append(line)
         return self._output.write("\n".join(lines))
@@ -315,16 +335,19 @@ class _WrappedOutput:
         self._output.flush()
 
 
-def _chosen(kind: str, known: Mapping[str, T], words: Sequence[str]) -> Mapping[str, T]:
-    """Return the command or recipe, one of ``known``, that the first word names; all if it is missing, or a flag."""
+def _only_named(kind: str, choices: Mapping[str, T], words: Sequence[str]) -> Mapping[str, T]:
+    """Return only that of ``choices``, commands or recipes as ``kind`` says, which the first of ``words`` names.
+
+    Returns all choices if there is no word, or it is a flag. Raises UsageError if the word is no choice.
+    """
     if not words or words[0].startswith("-"):
-        return known  # the help of all of them, or an error that names them
-    if words[0] not in known:
-        hint = did_you_mean(words[0], known)
+        return choices  # for the help, or for an error that names them all
+    if words[0] not in choices:
+        hint = did_you_mean(words[0], choices)
         if kind == "recipe" and ("://" in words[0] or os.path.isdir(words[0])):
             hint = f" (images are given as --data {words[0]})"
-        raise UsageError(f"There is no {kind} {words[0]!r}{hint}; the {kind}s are {', '.join(known)}.")
-    return {words[0]: known[words[0]]}
+        raise UsageError(f"There is no {kind} {words[0]!r}{hint}; the {kind}s are {', '.join(choices)}.")
+    return {words[0]: choices[words[0]]}
 
 
 # The functions and dataclasses that tyro builds its parser from.
@@ -335,14 +358,14 @@ def _choice(subcommands: Iterable[Any]) -> Any:
     return Union[(*(Annotated[Any, choice] for choice in subcommands), Annotated[None, Suppress])]
 
 
-def _bound(
+def _binder(
     command: Callable[..., T], recipes: Mapping[str, Any], is_short: bool
 ) -> Callable[..., functools.partial[T]]:
     """Return a function that binds ``command`` to its arguments, for tyro to call.
 
     tyro does not call the command itself, because it would take a ValueError there for a mistake in the command line.
-    The annotations are those of the command in the form that tyro needs: a choice of recipes, a section of options, or
-    one option. ``is_short`` leaves out the options that few people use.
+    The annotations are those of the command in the form that tyro needs: a choice of ``recipes``, which are options by
+    the names of recipes, a section of options, or one option. ``is_short`` leaves out the options that few people use.
     """
 
     def bind(**arguments: Any) -> functools.partial[T]:
@@ -351,24 +374,25 @@ def _bound(
     parameters: dict[str, Any] = {}
     for name, hint in hints_of_command(command).items():
         if name == "config":
-            hidden = _hidden(hint)
-            num_options = len(dataclasses.fields(TrainConfig)) - len(hidden) if is_short else None
+            hidden = _options_without_flag(hint)
+            num_options = None
             if is_short:
+                num_options = len(dataclasses.fields(TrainConfig)) - len(hidden)
                 common = options_with(Mark.COMMON)
                 hidden += tuple(field.name for field in dataclasses.fields(TrainConfig) if field.name not in common)
             parameters[name] = _choice(
                 subcommand(
                     recipe,
-                    constructor=_options(config, hidden),
+                    constructor=_section_merger(config, hidden),
                     description=_about_recipe(recipe, command, is_only=len(recipes) == 1, num_options=num_options),
                 )
                 for recipe, config in recipes.items()
             )
         elif isinstance(hint, type) and dataclasses.is_dataclass(hint):
             section: type[Any] = hint
-            parameters[name] = _section(section, section(), ())
+            parameters[name] = _section_with_defaults(section, section(), ())
         else:
-            parameters[name] = _shown(hint)
+            parameters[name] = _as_help_shows(hint)
     bind.__signature__ = inspect.signature(command)  # pyright: ignore[reportFunctionMemberAccess]
     bind.__annotations__ = parameters
     return bind
@@ -386,14 +410,19 @@ _ConfigFile = Annotated[
 ]
 
 
-def _options(defaults: object, hidden: Sequence[str]) -> Callable[..., dict[str, Any]]:
-    """Return the function that tyro calls with the sections of a recipe's options: it merges them into one dict."""
+def _section_merger(defaults: object, hidden: Sequence[str]) -> Callable[..., dict[str, Any]]:
+    """Return the function that tyro calls with the sections of a recipe's options: it merges them into one dict.
+
+    The dict also has what ``--config`` names, under ``_CONFIG_FILE``. ``defaults`` has the recipe's options as
+    attributes. Options in ``hidden`` get no flags.
+    """
 
     def merge(config_file: str | None, **sections: object) -> dict[str, Any]:
         options = {name: value for section in sections.values() for name, value in vars(section).items()}
         return {**options, _CONFIG_FILE: config_file}
 
-    types = {name: _section(section, defaults, hidden) for name, section in SECTIONS.items()}
+    # tyro makes its parser from this signature.
+    types = {name: _section_with_defaults(section, defaults, hidden) for name, section in SECTIONS.items()}
     parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=types[name]) for name in types]
     file = inspect.Parameter(_CONFIG_FILE, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_ConfigFile)
     merge.__signature__ = inspect.Signature([file, *parameters])  # pyright: ignore[reportFunctionMemberAccess]
@@ -401,15 +430,19 @@ def _options(defaults: object, hidden: Sequence[str]) -> Callable[..., dict[str,
     return merge
 
 
-def _section(section: Any, defaults: object, hidden: Sequence[str]) -> type:
-    """Return the dataclass of a section of options, with these defaults, as the help shows it."""
-    # A hidden option keeps its default: tyro has no flag for it, but fills it in.
+def _section_with_defaults(section: Any, defaults: object, hidden: Sequence[str]) -> type:
+    """Return a subclass of ``section``, a dataclass of options, from which tyro makes their flags and their help.
+
+    ``defaults`` has the defaults as attributes of the options' names. An option in ``hidden`` has no flag and is not in
+    the help; it keeps its default.
+    """
     hints = get_type_hints(section, include_extras=True)
+    # With the recipe auto, the images decide on these, so the help shows no default.
     open_options: Sequence[str] = getattr(defaults, "open_options", ())
     fields = [
         (
             name,
-            Suppress[hint] if name in hidden else _shown(hint, is_open=name in open_options),
+            Suppress[hint] if name in hidden else _as_help_shows(hint, is_open=name in open_options),
             dataclasses.field(default=getattr(defaults, name)),
         )
         for name, hint in hints.items()
@@ -417,10 +450,11 @@ def _section(section: Any, defaults: object, hidden: Sequence[str]) -> type:
     return dataclasses.make_dataclass(section.__name__, fields, bases=(section,), frozen=True, kw_only=True)
 
 
-def _shown(hint: Any, *, is_open: bool = False) -> Any:
-    """Return an annotation as the help shows it: without the word none, and without defaults such as False.
+def _as_help_shows(hint: Any, *, is_open: bool = False) -> Any:
+    """Return an option's annotation for tyro, with which the help shows no word none and no default such as False.
 
-    ``is_open``: the option has no default, because the images decide on it.
+    It also gives the option its second flag, if it has one. ``is_open``: the option has no default, because the images
+    decide on it.
     """
     # The form of the values: a text in the annotation, or else the type of an option that is a number, a text or None.
     marks = marks_of(hint)
@@ -439,10 +473,10 @@ def _shown(hint: Any, *, is_open: bool = False) -> Any:
     return Annotated[hint, arg(metavar=forms[0] if forms else None, help_behavior_hint=default, aliases=aliases)]
 
 
-def _hidden(hint: Any) -> tuple[str, ...]:
+def _options_without_flag(hint: Any) -> tuple[str, ...]:
     """Return the names of the options without a flag in a command whose ``config`` has the annotation ``hint``."""
-    left_out = [Mark.SUBCOMMAND, *(mark.mark for mark in marks_of(hint) if isinstance(mark, Without))]
-    return tuple(name for mark in left_out for name in options_with(mark))
+    marks = [Mark.SUBCOMMAND, *(without.mark for without in marks_of(hint) if isinstance(without, Without))]
+    return tuple(name for mark in marks for name in options_with(mark))
 
 
 def _description(command: Callable[..., Any]) -> str:
@@ -462,9 +496,9 @@ def _about_recipe(name: str, command: Callable[..., Any], *, is_only: bool, num_
 
     ``num_options`` is the number of options that the command has, if the help shows only some of them; else None.
     """
-    about = _summary(RECIPES[name])
+    line = _summary(RECIPES[name])
     if not is_only:
-        return about
+        return line
     rest = _description(command).partition("\n\n")[2].replace("cifar10", name)
     more = "" if num_options is None else f"\n\nThe options that most people use; {_ALL_HELP} shows all {num_options}."
-    return f"{about}\n\n{rest}{more}"
+    return f"{line}\n\n{rest}{more}"

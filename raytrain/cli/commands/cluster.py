@@ -100,18 +100,23 @@ def submit(
 
     # Ctrl-C while the job is followed asks whether it stops or goes on without this command.
     sent = send(command, config, files, address)
-    about = f"{_size(files)} of {files.folder}" if files.paths else "the command (no files of your own)"
+    content = f"{_size(files)} of {files.folder}" if files.paths else "the command (no files of your own)"
     left_out = f", {len(files.left_out)} left out (--dry-run lists them)" if files.left_out else ""
-    _note(f"Sent {about}{left_out} as job {sent.job} to {sent.server.address}. The run is called {sent.name}.")
-    status = follow_job(sent, _show, _note, _wants_to_detach)
-    left = f"Run {sent.name} goes on. Stop it with `raytrain stop {sent.name} --storage {sent.storage}`."
-    text = left if status == DETACHED else f"Job {sent.job}: {status.lower()}."
+    _print_note(f"Sent {content}{left_out} as job {sent.job} to {sent.server.address}. The run is called {sent.name}.")
+    status = follow_job(sent, _print_output, _print_note, _wants_to_detach)
+    if status == DETACHED:
+        text = f"Run {sent.name} goes on. Stop it with `raytrain stop {sent.name} --storage {sent.storage}`."
+    else:
+        text = f"Job {sent.job}: {status.lower()}."
     document = {"name": sent.name, "job": sent.job, "status": status.lower(), "storage": sent.storage}
     return CommandResult(text, document)
 
 
 def _check_trials(config: TrainConfig, options: dict[str, Any]) -> None:
-    """Raise UsageError if --vary cannot be read, or makes options that are not allowed."""
+    """Raise UsageError if the ``options`` of a sweep cannot be read, or make trials that are not allowed.
+
+    ``config`` has the options of all trials, and ``options`` has the other arguments of the command, such as ``vary``.
+    """
     from raytrain.experiments.trials import examples_of, plan_sweep
 
     vary = [word for words in options["vary"] for word in words]
@@ -122,7 +127,12 @@ def _check_trials(config: TrainConfig, options: dict[str, Any]) -> None:
 
 
 def _rehearse(command: Sequence[str], config: TrainConfig, files: JobFiles, address: str | None) -> CommandResult:
-    """Return a page of about ten lines: the job that `submit` would send, and whether the cluster could run it."""
+    """Return a page of about ten lines: the job that `submit` would send, and whether the cluster could run it.
+
+    If the cluster's address is known, from ``address`` or the environment, this sends it a small job, which looks at
+    what each node reads and writes, and waits for its end. The exit code is 1 if a node has a problem. Raises
+    UsageError if the cluster cannot be checked.
+    """
     import raytrain
     from raytrain.launch.job_files import own_functions
     from raytrain.launch.ray.submit import JobServer, ask_doctor, entrypoint, job_server_url
@@ -148,45 +158,49 @@ def _rehearse(command: Sequence[str], config: TrainConfig, files: JobFiles, addr
     is_ready = True
     if address or any(os.environ.get(name) for name in ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")):
         server = JobServer(job_server_url(address))
-        _note(f"Asking the cluster at {server.address} what it reaches, by a job that trains nothing …")
-        document["cluster"] = report = ask_doctor(server, config, _note)
+        _print_note(f"Asking the cluster at {server.address} what it reaches, by a job that trains nothing …")
+        document["cluster"] = report = ask_doctor(server, config, _print_note)
         rows.append(("cluster", f"{server.address}, Ray {server.ray_version or 'of unknown version'}"))
         for node in report["nodes"]:
             problems = node["report"]["problems"] if node["report"] else [node["error"]]
             is_ready = is_ready and not problems
-            rows += [("", f"{node['address']}: {line}") for line in problems or [_reach(node["report"], config)]]
+            lines = problems or [_what_node_reaches(node["report"], config)]
+            rows += [("", f"{node['address']}: {line}") for line in lines]
     else:
         rows.append(("cluster", "not checked: give --address http://HOST:8265"))
-    end = "Nothing was trained." if is_ready else "Nothing was trained, and nothing could be."
+    last_line = "Nothing was trained." if is_ready else "Nothing was trained, and nothing could be."
     text = "\n".join(one_line(f"{name:9} {words}".rstrip()) for name, words in rows)
-    return CommandResult(f"{text}\n{end}", document, exit_code=0 if is_ready else 1)
+    return CommandResult(f"{text}\n{last_line}", document, exit_code=0 if is_ready else 1)
 
 
 def _size(files: JobFiles) -> str:
+    """Return the number and the size of the files that a job gets, as people read it: ``3 files (4,096 bytes)``."""
     num, num_bytes = len(files.paths), sum(files.sizes.values())
     size = f"{num_bytes / 1e6:.1f} MB" if num_bytes >= 1e6 else f"{num_bytes:,} bytes"
     return f"{num} file{'' if num == 1 else 's'} ({size})"
 
 
-def _reach(report: dict[str, Any], config: TrainConfig) -> str:
+def _what_node_reaches(report: dict[str, Any], config: TrainConfig) -> str:
     """Return the line about a node without problems: where it reads and writes, and with whose keys."""
     read = f"reads {config.data} ({report['read_speed']['images_per_s']:,.0f} images/s), " if config.data else ""
-    # The doctor's driver is the job, which runs on the head.
+    # The report calls keys that a node has been lent "driver's". The driver is the job, which runs on the head.
     identity = (report["identity"] or "").replace("driver's", "the keys of the head:")
     return f"{read}writes {config.storage}{f', with {identity}' if identity else ''}"
 
 
-def _show(text: str) -> None:
+def _print_output(text: str) -> None:
+    """Print what the job printed, which may end within a line."""
     sys.stdout.write(printable(text))
     sys.stdout.flush()
 
 
-def _note(line: str) -> None:
+def _print_note(line: str) -> None:
+    """Print a line of this command itself, to standard error."""
     print(f"raytrain: {line}", file=sys.stderr, flush=True)
 
 
 def _wants_to_detach() -> bool:
-    """Ask the person at the terminal whether the run goes on; without a terminal, it stops."""
+    """Return True if the person at the terminal, who is asked, lets the run go on; without a terminal, it stops."""
     if not sys.stdin.isatty():
         return False
     answer = ""

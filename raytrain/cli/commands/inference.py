@@ -88,8 +88,9 @@ def evaluate(
         raise UsageError(
             f"None of {format_count(result.skipped, 'image')} of {result.data} can be decoded; check the files."
         )
+
+    # If images may have several classes, no class is taken for another, and there is no figure of confusions.
     if isinstance(result, LabelEvaluation):
-        # If images may have several classes, no class is taken for another, and there is no figure of confusions.
         if output is not None:
             logging.getLogger("raytrain").warning("no %s: images of run %s may have several classes", output, run)
         return CommandResult(label_evaluation_page(result), result.summary())
@@ -131,17 +132,21 @@ def predict(
         raise UsageError("--embeddings are hundreds of numbers per image; give --output, a .parquet file.")
     with redirect_stdout(sys.stderr):
         result = raytrain.predict(run, data or files, output, top_k=top_k, embeddings=embeddings, **vars(prediction))
-    if result.errors and result.errors == result.images:
-        reason = f"{output} has the reasons" if output else result.summary()["rows"][0]["error"]
-        whose = files[0] if len(files) == 1 else f"None of {format_count(result.images, 'image')} of {result.data}"
-        raise UsageError(f"{whose} can{'not' if len(files) == 1 else ''} be decoded ({reason}); check the files.")
     summary = result.summary()
-    about = key_value_table(summary)
+    if result.errors and result.errors == result.images:
+        reason = f"{output} has the reasons" if output else summary["rows"][0]["error"]
+        if len(files) == 1:
+            raise UsageError(f"{files[0]} cannot be decoded ({reason}); check the files.")
+        images = f"{format_count(result.images, 'image')} of {result.data}"
+        raise UsageError(f"None of {images} can be decoded ({reason}); check the files.")
+
+    # Without --output, the first rows are printed above the table of totals.
+    totals = key_value_table(summary)
     if output:
-        return CommandResult(about, summary)  # the rows are in that file
+        return CommandResult(totals, summary)
     rows = summary["rows"][:_MAX_ROWS]
     table = headed_table(list(rows[0]) if rows else [], [], [[*map(format_value, row.values())] for row in rows])
-    return CommandResult(Group(table, "", about), summary)
+    return CommandResult(Group(table, "", totals), summary)
 
 
 @dataclass(frozen=True)
@@ -166,10 +171,10 @@ def serve(run: RunName, serving: ServingOptions) -> CommandResult:
     Example: raytrain serve first
     """
 
-    def ready(url: str) -> None:
+    def print_address(url: str) -> None:
         print(f"Serving at {url}, for example: curl --data-binary @IMAGE.jpg {url}", flush=True)
 
-    raytrain.serve(run, ready=ready, **vars(serving))
+    raytrain.serve(run, ready=print_address, **vars(serving))
     return CommandResult("", {"run": run, "host": serving.host, "port": serving.port})
 
 
@@ -198,7 +203,7 @@ def export(
 
     with redirect_stdout(sys.stderr):
         document = raytrain.export(run, output, format=format, data=data, storage=storage, trust=trust).summary()
-    # People copy these lines, so the terminal must not wrap them.
-    use = "With raytrain.models alone" if "from raytrain.models import" in document["example"] else "Without raytrain"
-    lines = Text(f"\n{use}:\n\n{document['example']}", no_wrap=True, overflow="ignore")
-    return CommandResult(Group(key_value_table({**document, "example": None}), lines), document)
+    # Below the table stands code that uses the file. People copy it, so the terminal must not wrap its lines.
+    title = "With raytrain.models alone" if "from raytrain.models import" in document["example"] else "Without raytrain"
+    example = Text(f"\n{title}:\n\n{document['example']}", no_wrap=True, overflow="ignore")
+    return CommandResult(Group(key_value_table({**document, "example": None}), example), document)

@@ -149,14 +149,18 @@ def rm(
         open_run(storage, name)  # raises UsageError if there is none, before anything is deleted
     if not yes and not confirmed(f"Delete {', '.join(runs)} from {storage}, with all checkpoints?"):
         return CommandResult("Nothing was deleted.", {"deleted": []}, exit_code=1)
+
+    # The trials are looked up before their sweep is deleted, whose documents name them.
     trials = [trial for name in runs for trial in begun_trials(storage, name) if trial not in runs]
-    deleted = [delete_run(storage, name) for name in runs]
-    num_files = sum(count for count, _ in deleted)
-    left = [f"{name}/{path}" for name, (_, paths) in zip(runs, deleted, strict=True) for path in paths]
+    num_files, left = 0, list[str]()
+    for name in runs:
+        num_deleted, paths_left = delete_run(storage, name)
+        num_files += num_deleted
+        left += [f"{name}/{path}" for path in paths_left]
     text = f"Deleted {', '.join(runs)}: {format_count(num_files, 'file')}."
     if left:
-        are_left = "file that no run wrote is" if len(left) == 1 else "files that no run wrote are"
-        text += f" {len(left):,} {are_left} left in {storage}, such as {left[0]}."
+        subject = "file that no run wrote is" if len(left) == 1 else "files that no run wrote are"
+        text += f" {len(left):,} {subject} left in {storage}, such as {left[0]}."
     if trials:
         command = shell_command("rm", *trials, storage=storage)
         text += f" The trials of a sweep are runs, and stay: {command} deletes them."
@@ -198,9 +202,10 @@ def logs(
 
     store = open_run(storage, run)
     if store.exists(SWEEP):
-        begun = [f"such as `{shell_command('logs', trial, storage=storage)}`" for trial in begun_trials(storage, run)]
-        raise UsageError(f"{run!r} is a sweep; its trials have the logs, {(begun or ['none of which has begun'])[0]}.")
-    reader, texts = RunReader(store, run), list[str]()
+        trials = begun_trials(storage, run)
+        hint = f"such as `{shell_command('logs', trials[0], storage=storage)}`" if trials else "none of which has begun"
+        raise UsageError(f"{run!r} is a sweep; its trials have the logs, {hint}.")
+    reader = RunReader(store, run)
     if worker is not None:
         # An earlier attempt may have had more workers: a rank with a log is allowed.
         num_workers = reader.snapshot().num_workers
@@ -208,8 +213,11 @@ def logs(
             workers = format_count(num_workers, "worker")
             raise UsageError(f"--worker is {worker}, and run {run!r} has {workers}, counted from 0.")
 
+    # With --follow, lines are printed as they come; otherwise all together as the text of the result.
+    printed_lines: list[str] = []
+
     def write(line: str) -> None:
-        texts.append(line)
+        printed_lines.append(line)
         if follow:
             print(line, flush=True)
 
@@ -229,12 +237,13 @@ def logs(
             follow_run(reader, show)
     else:
         show(reader.snapshot())
-    text = "" if follow else "\n".join(texts)
-    if not texts:
-        snapshot, printing = reader.snapshot(), " and ".join(process.replace("-", " ") for process in processes)
+    text = "" if follow else "\n".join(printed_lines)
+    if not printed_lines:
+        # Lines may still come, unless the run is over and had workers.
+        snapshot, titles = reader.snapshot(), " and ".join(process.replace("-", " ") for process in processes)
         is_final = log_readers and snapshot.over and snapshot.num_workers
-        text = f"{printing} has printed nothing, and the run is over." if is_final else "There is nothing yet."
-    return CommandResult(text, {"run": run, "lines": texts})
+        text = f"{titles} has printed nothing, and the run is over." if is_final else "There is nothing yet."
+    return CommandResult(text, {"run": run, "lines": printed_lines})
 
 
 def watch(
@@ -279,5 +288,5 @@ def watch(
 
 
 def print_address(server: PageServer) -> None:
-    """Print the address of the page, which is the key to it: whoever knows it can watch and stop the runs."""
+    """Print the address of the page, which contains its key: whoever knows it can watch and stop the runs."""
     print(f"Watch it at {server.url}", flush=True)

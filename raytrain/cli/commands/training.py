@@ -69,7 +69,8 @@ def new(
         try:
             for name in names:
                 shutil.copyfile(template / name, target / name)
-        except OSError as error:  # such as a full disk; the files written so far are removed
+        except OSError as error:
+            # As on a full disk. Remove the files written so far, so that the command can be repeated.
             for name in names:
                 (target / name).unlink(missing_ok=True)
             raise explain_os_error(error, folder) from error
@@ -96,7 +97,11 @@ def train(config: TrainConfig, trust: TrustResumed = False, watch: Watch = False
 
 @contextmanager
 def _views(config: TrainConfig, signals: StopSignals, watch: bool) -> Generator[View]:
-    """Show a run in the terminal and, with ``watch``, on a page too, whose Stop button asks ``signals``."""
+    """Show a run in the terminal and, with ``watch``, on a page too; give the function that takes its snapshots.
+
+    The page's Stop button asks ``signals`` to stop the run. Prints the address of the page, and when it has ended, the
+    command that shows the run again.
+    """
     from raytrain.display.terminal import TerminalView, startup_lines
 
     if not watch:
@@ -117,8 +122,8 @@ def _views(config: TrainConfig, signals: StopSignals, watch: bool) -> Generator[
         print_address(server)
         with TerminalView() as terminal:
             yield show
-    again = shell_command("watch", *(feed.name for feed in watched.feeds), storage=config.storage)
-    print(f"The page has ended with the run. See it again with: {again}", flush=True)
+    command = shell_command("watch", *(feed.name for feed in watched.feeds), storage=config.storage)
+    print(f"The page has ended with the run. See it again with: {command}", flush=True)
 
 
 def profile(
