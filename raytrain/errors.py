@@ -42,10 +42,11 @@ class RaytrainError(Exception):
 
         IPython calls this, if an exception has it, in place of showing 80 lines of traceback through raytrain's files.
         """
+        # The user's line is the last one before raytrain's first. There is none if the error has not been raised.
         frames = traceback.extract_tb(self.__traceback__)
         callers = [*takewhile(lambda frame: not frame.filename.startswith(_PACKAGE), frames)]
-        called_in = [f"{file_title(caller.filename)}, line {caller.lineno}: {caller.line}" for caller in callers[-1:]]
-        return [f"{type(self).__name__}: {self}", *called_in]
+        users_lines = [f"{file_title(caller.filename)}, line {caller.lineno}: {caller.line}" for caller in callers[-1:]]
+        return [f"{type(self).__name__}: {self}", *users_lines]
 
 
 class UsageError(RaytrainError, ValueError):
@@ -86,7 +87,10 @@ class OwnerChanged(RaytrainError):
 
 
 class OutOfMemory(RaytrainError):
-    """A worker ran out of memory; a global batch may fit if it is divided into ``accumulate`` microbatches."""
+    """A worker ran out of memory; a global batch may fit if it is divided into ``accumulate`` microbatches.
+
+    With ``--accumulate auto``, the run starts again with this number.
+    """
 
     def __init__(self, sentence: str, accumulate: int) -> None:
         super().__init__(sentence, accumulate)
@@ -138,9 +142,9 @@ def file_title(file: str) -> str:
     shell = get_shell and get_shell()
     if shell and (label_and_name := shell.compile.format_code_name(file)):
         return f"cell {label_and_name[1]}"
-    # In a worker, the lines of a cell came with the cell's title.
-    known_file = linecache.cache.get(file, (file,))[-1]
-    return Path(known_file if isinstance(known_file, str) else file).name
+    # A worker got the lines of a cell with the cell's title, which stands last in their entry in the cache.
+    title = linecache.cache.get(file, (file,))[-1]
+    return Path(title if isinstance(title, str) else file).name
 
 
 def option_name(name: str) -> str:
@@ -178,9 +182,9 @@ def shell_command(*words: str, storage: str = "./runs", program: str = "raytrain
         >>> shell_command("show", "digits", storage="s3://bucket/runs")
         'raytrain show digits --storage s3://bucket/runs'
     """
-    where = [] if storage == "./runs" else ["--storage", storage]
+    in_storage = [] if storage == "./runs" else ["--storage", storage]
     uv = ["uv", "run", *(("--extra", extra) if extra else ())] if "UV" in os.environ else []
-    return shlex.join([*uv, program, *words, *where])
+    return shlex.join([*uv, program, *words, *in_storage])
 
 
 def format_count(number: float, noun: str) -> str:

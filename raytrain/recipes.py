@@ -1,10 +1,12 @@
 """The recipes: each is a complete TrainConfig, any field of which can be overridden.
 
-Each recipe but ``auto`` and ``custom`` reproduces the training of a published document. The docstring of
-``cifar10_fast`` lists how it differs from its document; the others differ in these points. Images are normalised by
-each channel's mean and standard deviation, whereas the documents divide by 255 or subtract a mean image (the batch norm
-after the first convolution undoes either). The network is evaluated after each epoch, not only at the end. SGD has the
-documents' momentum of 0.9.
+Each recipe but ``auto`` and ``custom`` reproduces a training that somebody has published; ``raytrain.models`` names the
+publications with networks of their own. The docstring of ``cifar10_fast`` lists how it differs from the publication.
+The others differ in these points. Images are normalised by each channel's mean and standard deviation, whereas the
+publications divide by 255 or subtract a mean image (the batch norm after the first convolution undoes either). The
+network is evaluated after each epoch, not only at the end. SGD has the publications' momentum of 0.9.
+
+The first paragraph of a docstring is the recipe's line in the help.
 
 Example: ``raytrain.train(raytrain.recipes.cifar10(data="s3://bucket/cifar10", epochs=20))``
 """
@@ -31,8 +33,8 @@ def digits(**overrides: Any) -> TrainConfig:
         image_size=(28, 28),
         channels=1,
         epochs=20,
-        batch_size="128/worker",  # per GPU; on CPUs the document's 128 are for all workers together
-        learning_rate=0.01,  # for any number of workers: the document gives none, and this is its optimizer's default
+        batch_size="128/worker",  # published are 128 for each GPU; or, on CPUs, for all workers together
+        learning_rate=0.01,  # for any number of workers: none is published, and this is the default of that optimizer
         batch_norm="aggregate",
         channels_last=True,
     )
@@ -50,7 +52,7 @@ def digits_lstm(**overrides: Any) -> TrainConfig:
         image_size=(28, 28),
         channels=1,
         epochs=30,
-        batch_size=64,  # the document gives no options for it; these are the same for any number of workers
+        batch_size=64,  # only the network is published; these options are the same for any number of workers
         optimizer="adamw",
         learning_rate=0.003,
         weight_decay=0.01,
@@ -81,18 +83,24 @@ def cifar10(**overrides: Any) -> TrainConfig:
         channels_last=True,
         evaluate_every=1,
         flip="random",
-        translate=4,  # by whole pixels, filled with the mean colour; the document's may be fractions of pixels
+        translate=4,  # by whole pixels, filled with the mean colour; the published shifts may be fractions of pixels
     )
 
 
 def cifar10_fast(**overrides: Any) -> TrainConfig:
     """The network and the options of airbench94, made to learn CIFAR-10 fast (Jordan 2024); 16 epochs, 1,024 images.
 
-    It differs in these points. The learning rate rises from near 0 and falls to 0, there from 0.2 and to 0.07 of the
-    peak. The weights are averaged without writing the average back every five steps (Lookahead), because a rate that
-    ends at 0 settles them as well; the average mostly smooths the statistics of batch norm. Shifted images are filled
-    with the mean colour, not mirrored at the edge. The bias of the first layer learns until the end, and the last batch
-    of an epoch is used, too. And it trains for 16 epochs, there 9.9, for a margin above 94 % of the validation images.
+    Each step has 1,024 images, on any number of workers. The recipe differs from airbench94 in these points:
+
+    - The learning rate rises from near 0 to its peak and falls to 0. That of airbench94 starts at 0.2 of its peak and
+      ends at 0.07 of it.
+    - The average of the weights is only evaluated. airbench94 writes it back into the weights every five steps
+      (Lookahead), which settles them; here a learning rate that ends at 0 does so as well, and the average mostly
+      smooths the statistics of batch norm.
+    - Shifted images are filled with the mean colour, not mirrored at the edge.
+    - The bias of the first layer learns until the end, not only in the first epochs.
+    - The last batch of an epoch is used, too, although it is smaller.
+    - It trains for 16 epochs, not 9.9, for a margin above 94 % of the validation images.
 
     Example: ``raytrain.recipes.cifar10_fast(data="cifar10")``
     """
@@ -103,11 +111,12 @@ def cifar10_fast(**overrides: Any) -> TrainConfig:
         image_size=(32, 32),
         epochs=16,
         batch_size=1024,  # for any number of workers
-        # There the loss is a sum over the 1,024 images of a batch, here their mean, so a rate here is 1,024 times as
-        # large: 11.5 / (1024 * (1 + 1 / (1 - 0.85))) * 1024 = 1.5.
+        # airbench94 has the rate 11.5 / (1024 * (1 + 1 / (1 - 0.85))) for a loss that is the sum over the 1,024 images
+        # of a batch. Here the loss is their mean, whose gradients are 1,024 times smaller, so the rate is 1,024 times
+        # as large: 11.5 / (1 + 1 / (1 - 0.85)) = 1.5.
         learning_rate=1.5,
-        # There each step shrinks the weights by 0.0153 / (1 + 1 / (1 - 0.85)), before momentum. Here that is the rate
-        # times the decay, so the decay is 0.0153 / 11.5.
+        # Before momentum, each step of airbench94 shrinks the weights by the fraction 0.0153 / (1 + 1 / (1 - 0.85)).
+        # Here it shrinks them by the learning rate times the decay, so the decay is that fraction / 1.5: 0.0153 / 11.5.
         weight_decay=0.00133,
         momentum=0.85,
         nesterov=True,
@@ -131,7 +140,7 @@ def flowers(**overrides: Any) -> TrainConfig:
     return _config(
         overrides,
         recipe="flowers",
-        model="resnet50",  # its convolutions have no bias before batch norm; the document's have one
+        model="resnet50",  # its convolutions have no bias before batch norm; those of the published network have one
         image_size=(100, 100),
         epochs=100,
         batch_size="128/worker",  # as in digits
@@ -154,10 +163,10 @@ def alexnet_transfer(**overrides: Any) -> TrainConfig:
         model="alexnet",
         weights="DEFAULT",
         head_learning_rate_factor=20.0,
-        image_size=(224, 224),  # the document's 227 are for a first convolution without padding: the same 55x55 map
+        image_size=(224, 224),  # published are 227, for a first convolution without padding: the same 55x55 map
         mean=(0.485, 0.456, 0.406),  # of ImageNet, which the weights were trained with
         std=(0.229, 0.224, 0.225),
-        epochs=30,  # the document gives neither epochs nor decay: both are the defaults of its trainer
+        epochs=30,  # neither epochs nor decay are published: both are the defaults of the trainer used there
         batch_size="250/worker",
         learning_rate="0.00125/worker",
         schedule="piecewise:0.1/20ep",
@@ -173,9 +182,11 @@ def auto(**overrides: Any) -> TrainConfig:
 
     Example: ``raytrain.train(raytrain.recipes.auto(data="photos", epochs=3))``
     """
+    # The images decide on these when the run starts. Until then they have the values of the recipe custom.
     left_open = tuple(name for name in options_with(Mark.CHOSEN_BY_AUTO) if name not in overrides)
-    plain = {"batch_size": "32/worker", "learning_rate": "0.01/worker"}
-    return _config(overrides, recipe="auto", open_options=left_open, **plain)
+    return _config(
+        overrides, recipe="auto", open_options=left_open, batch_size="32/worker", learning_rate="0.01/worker"
+    )
 
 
 def custom(**overrides: Any) -> TrainConfig:

@@ -42,11 +42,12 @@ _DIGIT_HEIGHT = 20 * _OVERSAMPLE
 def render_digits(
     directory: str | Path, num_images: int = 5000, validation_fraction: float = 0.1, seed: int = 0
 ) -> Path:
-    """Write grey 28x28 PNG images into class folders: ``train/<digit>/0001.png`` and ``test/<digit>/0001.png``.
+    """Draw grey 28x28 PNG images into class folders: ``train/<digit>/0001.png`` and ``test/<digit>/0001.png``.
 
     Every class gets ``num_images / 10`` images, rounded down, of which ``validation_fraction`` go to ``test``. The same
-    arguments give the same pixels. Returns ``directory`` as a path. Raises UsageError if a class would have no training
-    or no validation image, StorageError if the images cannot be written.
+    arguments give the same pixels. Files of the same names are replaced, others stay. Returns ``directory`` as a path.
+    Raises UsageError if a class would have no training or no validation image, StorageError if the images cannot be
+    written.
 
     Example: ``render_digits("images", num_images=100)``
     """
@@ -91,7 +92,7 @@ def draw_digit(digit: int, rng: np.random.Generator) -> np.ndarray:
     rotated = glyph.transform(glyph.size, Image.Transform.AFFINE, inverse, Image.Resampling.BILINEAR)
 
     # Contrast and noise, in grey levels from 0 to 255.
-    coverage = np.asarray(rotated.reduce(_OVERSAMPLE), dtype=np.float32) / 255  # (28, 28), 1 is ink
+    coverage = np.asarray(rotated.reduce(_OVERSAMPLE), dtype=np.float32) / 255  # (28, 28), 1: wholly covered by ink
     paper, ink = rng.uniform(0, 50), rng.uniform(170, 255)
     noise = rng.normal(0, rng.uniform(4, 14), coverage.shape)
     return np.clip(paper + (ink - paper) * coverage + noise, 0, 255).astype(np.uint8)
@@ -100,10 +101,13 @@ def draw_digit(digit: int, rng: np.random.Generator) -> np.ndarray:
 @cache
 def _glyph(font: str, digit: int) -> Image.Image:
     """Draw a digit upright in the middle of the oversampled canvas, white on black, equally high in all fonts."""
+    # Draw it with so much room on all sides that no font leaves the canvas, and cut it out.
     path = Path(matplotlib.get_data_path()) / "fonts" / "ttf" / f"{font}.ttf"
     canvas = Image.new("L", (3 * _CANVAS, 3 * _CANVAS))
     ImageDraw.Draw(canvas).text((_CANVAS, _CANVAS), str(digit), fill=255, font=ImageFont.truetype(str(path), _CANVAS))
     ink = canvas.crop(canvas.getbbox())
+
+    # Scale it to the common height, and put it into the middle.
     ink = ink.resize((round(ink.width * _DIGIT_HEIGHT / ink.height), _DIGIT_HEIGHT), Image.Resampling.LANCZOS)
     glyph = Image.new("L", (_CANVAS, _CANVAS))
     glyph.paste(ink, ((_CANVAS - ink.width) // 2, (_CANVAS - ink.height) // 2))
@@ -159,8 +163,11 @@ def run_demo(storage: str = "./runs", workers: int = 2, images: str = IMAGES) ->
                 return train(config, view=view.update)
 
 
-def summary(result: TrainResult, storage: str = "./runs", images: str = IMAGES) -> RenderableType:
-    """Return the validation accuracy, where everything is stored, and commands to try next, as text."""
+def demo_page(result: TrainResult, storage: str = "./runs", images: str = IMAGES) -> RenderableType:
+    """Return the page that the demo ends with: the validation accuracy, where everything is, and commands to try next.
+
+    Example: ``Console().print(demo_page(run_demo()))``
+    """
     accuracy = result.validation_accuracy
     measured = "not evaluated yet" if accuracy is None else f"{accuracy:.2%} of the validation images are right"
     locations = {"images": images, "run": _shortest(result.run_dir), "checkpoint": _shortest(result.checkpoint or "–")}
@@ -174,12 +181,17 @@ def summary(result: TrainResult, storage: str = "./runs", images: str = IMAGES) 
 
 
 def _shortest(path: str) -> str:
-    """Return ``path``, or its relative form if that is shorter."""
+    """Return ``path``, or the path from the current folder if that is shorter."""
     return min(path, os.path.relpath(path), key=len)
 
 
 def unused_name(storage: str) -> str:
-    """Return ``demo``, or the first of ``demo-2``, ``demo-3``, … that does not exist yet."""
+    """Return a name for the demo's run: the first of ``demo``, ``demo-2``, … that no run in ``storage`` has.
+
+    Raises UsageError if ``storage`` is a bucket: in the demo, the AWS configuration is that of its own server.
+
+    Example: ``unused_name("./runs")``
+    """
     from raytrain.runs.documents import CONFIG, run_store
 
     if "://" in storage:
@@ -189,11 +201,16 @@ def unused_name(storage: str) -> str:
 
 
 def aws_environment(aws: dict[str, str]) -> AbstractContextManager[Any]:
-    """Make ``aws`` the only AWS configuration of this process, so that the user's keys or role do not interfere."""
-    not_aws = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
+    """Return a context in which the environment variables ``aws`` are the only AWS configuration of this process.
+
+    So the user's keys or role do not interfere. At its end, the environment is as before.
+
+    Example: ``with aws_environment(server.environment()): upload("images", "s3://demo/digits")``
+    """
+    other_variables = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
     no_other_source = {
         "AWS_CONFIG_FILE": os.devnull,
         "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
         "AWS_EC2_METADATA_DISABLED": "true",
     }
-    return patch.dict(os.environ, {**not_aws, **no_other_source, **aws}, clear=True)
+    return patch.dict(os.environ, {**other_variables, **no_other_source, **aws}, clear=True)

@@ -33,12 +33,13 @@ if os.getppid() == int(sys.argv[1]):
 
 
 class S3Server(AbstractContextManager["S3Server"]):
-    """An S3 server on a free port of the loopback interface; its buckets are the folders of ``directory``.
+    """An S3 server on the loopback interface; its buckets are the folders in ``directory``.
 
-    It is a context manager that stops the server at the end. The server checks signatures against a key pair that is
-    drawn at each start, and which is only in its environment: never in its command line, nor in the repr of this
-    object. Ctrl-C in the terminal does not reach the server, so the process that started it can close it in order. On
-    Linux, it ends at the latest with the thread that started it.
+    ``port`` 0 is any that is free; ``endpoint_url`` says which. It is a context manager that stops the server at the
+    end. The server checks signatures against a key pair that is drawn at each start, and which is only in its
+    environment: never in its command line, nor in the repr of this object. Ctrl-C in the terminal does not reach the
+    server, so the process that started it can close it in order. On Linux, it ends at the latest with the thread that
+    started it.
 
     Raises StorageError if the server does not start within ``START_TIMEOUT_S``, or rclone is not installed.
 
@@ -85,6 +86,7 @@ class S3Server(AbstractContextManager["S3Server"]):
             "AWS_ACCESS_KEY_ID": self._access_key_id,
             "AWS_SECRET_ACCESS_KEY": self._secret_access_key,
             "AWS_REGION": "us-east-1",
+            # Otherwise newer clients send a checksum behind each upload, which not every S3 server can read.
             "AWS_REQUEST_CHECKSUM_CALCULATION": "when_required",
         }
 
@@ -100,7 +102,10 @@ class S3Server(AbstractContextManager["S3Server"]):
 
 
 def _announced_url(process: subprocess.Popen[bytes], log: IO[bytes]) -> str:
-    """Wait for the URL that rclone logs when it listens; raise StorageError with its last line if it fails."""
+    """Wait for the URL that rclone logs when it listens, and return it.
+
+    Raises StorageError with the last line of the log if rclone ends, or does not listen within ``START_TIMEOUT_S``.
+    """
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline and process.poll() is None:
         if url := re.search(r"Starting s3 server on \[(http://[\w.:]+)/?\]", _text(log)):
@@ -111,5 +116,6 @@ def _announced_url(process: subprocess.Popen[bytes], log: IO[bytes]) -> str:
 
 
 def _text(log: IO[bytes]) -> str:
+    """Return what the server has logged so far, at most its first mebibyte."""
     content = os.pread(log.fileno(), 1 << 20, 0)  # unlike read, keeps the file offset, which the server uses too
     return content.decode(errors="replace")

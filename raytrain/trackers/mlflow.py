@@ -31,7 +31,10 @@ _SWEEP_TAG = "raytrain.sweep"  # groups the trials of a sweep on the page of MLf
 
 
 class MLflowTracker:
-    """One run of MLflow. Metrics are kept until :meth:`save`, which sends a thousand at a time."""
+    """One run of MLflow. Metrics are kept until :meth:`save`, which sends a thousand at a time.
+
+    ``place`` is the URL of the run's page, or, without a server, the command that shows it.
+    """
 
     def __init__(self, run: TrackedRun) -> None:
         self._client = MlflowClient()
@@ -47,7 +50,7 @@ class MLflowTracker:
         self._client.update_run(self.run_id, status="RUNNING")
         self._client.set_tag(self.run_id, _STOP_TAG, "false")  # undoes a stop of an earlier attempt
         self._params: dict[str, str] = mlflow_run.data.params
-        self._options_in_tags: dict[str, str] = mlflow_run.data.tags  # options that a resume has changed, and others
+        self._tags: dict[str, str] = mlflow_run.data.tags  # among them options that a resume has changed
         self._metrics: list[Metric] = []
         page = f"/#/experiments/{mlflow_run.info.experiment_id}/runs/{self.run_id}"
         uri: str = self._client.tracking_uri
@@ -80,24 +83,27 @@ class MLflowTracker:
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Send the options. MLflow's parameters cannot change: one that a resume changed becomes a tag of its name."""
-        texts = {key[:_MAX_KEY]: str(value)[:_MAX_VALUE] for key, value in params.items()}
-        new = iter([Param(key, text) for key, text in texts.items() if key not in self._params])
-        while group := list(islice(new, _MAX_PARAMS)):
+        text_of_option = {key[:_MAX_KEY]: str(value)[:_MAX_VALUE] for key, value in params.items()}
+        new_params = iter([Param(key, text) for key, text in text_of_option.items() if key not in self._params])
+        while group := list(islice(new_params, _MAX_PARAMS)):
             self._client.log_batch(self.run_id, params=group)
-        for key, text in texts.items():
-            if self._options_in_tags.get(key, self._params.get(key, text)) != text:
+
+        # What MLflow has is the tag of an earlier change, or else the parameter; one sent just now is up to date.
+        for key, text in text_of_option.items():
+            stored_text = self._tags.get(key, self._params.get(key, text))
+            if stored_text != text:
                 self._client.set_tag(self.run_id, key, text)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Keep a row until :meth:`save`."""
+        """Keep the numbers of a row, with the time of day, until :meth:`save`."""
         time_ms = int(time.time() * 1000)
         self._metrics += [Metric(name, value, time_ms, step) for name, value in metrics.items()]
 
     def save(self) -> None:
-        """Send the rows that were kept."""
-        rows = iter(self._metrics)
+        """Send the numbers that were kept. If that fails, they are lost here; the caller knows from which row on."""
+        metrics = iter(self._metrics)
         self._metrics = []
-        while group := list(islice(rows, _MAX_METRICS)):
+        while group := list(islice(metrics, _MAX_METRICS)):
             self._client.log_batch(self.run_id, metrics=group)
 
     def log_image(self, key: str, images: Sequence[Pixels], step: int, caption: Sequence[str]) -> None:

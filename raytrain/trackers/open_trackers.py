@@ -43,26 +43,30 @@ def open_trackers(*several: Trackers) -> list[NamedTracker]:
 
         open_trackers(["tensorboard", "mlflow"], CSVLogger("logs"))
     """
-    trackers = [tracker for one in several for tracker in _as_list(one)]
-    opened: list[NamedTracker] = []
+    trackers = [tracker for names_or_objects in several for tracker in _as_list(names_or_objects)]
+    named_trackers: list[NamedTracker] = []
     for index, tracker in enumerate(trackers):
         if isinstance(tracker, str) and tracker in trackers[:index]:
             continue
         named = _named_tracker(tracker)
-        number = sum(earlier.name.partition("#")[0] == named.name for earlier in opened) + 1
-        opened.append(named if number == 1 else replace(named, name=f"{named.name}#{number}"))
-    return opened
+        number = sum(earlier.name.partition("#")[0] == named.name for earlier in named_trackers) + 1
+        named_trackers.append(named if number == 1 else replace(named, name=f"{named.name}#{number}"))
+    return named_trackers
 
 
 def _as_list(trackers: object) -> list[object]:
-    """Return the elements of ``trackers``; what has none is the only element, as a single tracker is."""
+    """Return the elements of ``trackers``. A name, a tracker, or an object that cannot be iterated is the only one."""
     if isinstance(trackers, (str, Tracker)) or not isinstance(trackers, Iterable):
         return [trackers]
     return list(cast("Iterable[object]", trackers))
 
 
 def _named_tracker(tracker: object) -> NamedTracker:
-    """Return a tracker with its name; raise UsageError if ``tracker`` is neither a tracker nor the name of one."""
+    """Return a tracker, which may be given as an object or by name, with its name.
+
+    Raises UsageError if ``tracker`` is neither a tracker nor the name of one, if the package that it needs is missing,
+    or if the user's module cannot be imported.
+    """
     # An object of the user's.
     if not isinstance(tracker, str):
         if isinstance(tracker, type) or not isinstance(tracker, Tracker):
@@ -74,16 +78,16 @@ def _named_tracker(tracker: object) -> NamedTracker:
 
     # The name of a built-in tracker, whose package may be missing.
     if tracker in _BUILT_IN:
-        module, kind, needs = _BUILT_IN[tracker]
-        if find_spec(needs) is None:
-            raise UsageError(f"--track {tracker} needs {needs}, which is not installed; install {extra(tracker)}.")
-        return NamedTracker(tracker, lambda run: getattr(import_module(module), kind)(run))
+        module, class_name, package = _BUILT_IN[tracker]
+        if find_spec(package) is None:
+            raise UsageError(f"--track {tracker} needs {package}, which is not installed; install {extra(tracker)}.")
+        return NamedTracker(tracker, lambda run: getattr(import_module(module), class_name)(run))
 
     # The name of a class of the user's.
     if ":" not in tracker:
         hint = did_you_mean(tracker, _BUILT_IN)
-        known = ", ".join(_BUILT_IN)
-        raise UsageError(f"There is no tracker {tracker!r}{hint}; give {known}, or package.module:Class.")
+        built_in = ", ".join(_BUILT_IN)
+        raise UsageError(f"There is no tracker {tracker!r}{hint}; give {built_in}, or package.module:Class.")
     make = load_function("--track", tracker)
     return NamedTracker(tracker, lambda run: _make_tracker(make))
 
@@ -128,13 +132,13 @@ def track(run: str, trackers: Trackers, *, storage: Location = "./runs") -> Trac
     if not trackers:
         raise UsageError("--track is missing; name a tracker, such as tensorboard or mlflow.")
 
-    # A run is sent by itself.
+    # A run that is no sweep is sent by itself.
     storage = os.fspath(storage)
     store = open_run(storage, run)
     if not store.exists(SWEEP):
         return _track_run(run, trackers, storage)
 
-    # Each trial is a run of its own for the trackers; trials may share a place.
+    # To the trackers, each trial is a run of its own. Several trials may be shown at one place, which counts once.
     if read_status(store).active:
         raise UsageError(f"Sweep {run!r} is training; `raytrain sweep … --track` sends its trials while they train.")
     if not all(isinstance(tracker, str) for tracker in _as_list(trackers)):
@@ -158,17 +162,17 @@ def _track_run(run: str, trackers: Trackers, storage: str) -> TrackResult:
     params = hyperparams(read_config(store))
     end = End("failed") if status.status == "failed" else End("success", newest_checkpoint(store))
 
-    # A trial is shown with the others of its sweep.
-    of_sweep: TrackedSweep | None = None
+    # A trial is shown with the others of its sweep. Its name is that of the sweep and a number, such as rates-3.
+    sweep: TrackedSweep | None = None
     if (trial := re.fullmatch(r"(.+)-\d+", run)) and run_store(storage, trial[1]).exists(SWEEP):
-        of_sweep = TrackedSweep(trial[1], run_store(storage, trial[1]))
+        sweep = TrackedSweep(trial[1], run_store(storage, trial[1]))
 
     # Each tracker gets the rows in a thread of its own, as while a run trains. Failures there become events.
     events: list[Event] = []
-    tracked = TrackedRun(run, store, sweep=of_sweep)
+    tracked = TrackedRun(run, store, sweep=sweep)
     threads = [TrackerThread(tracker, tracked, params, events.append) for tracker in open_trackers(trackers)]
     for thread in threads:
-        thread.send(chain.from_iterable(read_rows(store)))  # which the thread reads as it sends
+        thread.send(chain.from_iterable(read_rows(store)))  # an iterator: the thread reads the rows as it sends them
         thread.end(end)
     for thread in threads:
         thread.join(None)  # however long that takes
@@ -176,4 +180,5 @@ def _track_run(run: str, trackers: Trackers, storage: str) -> TrackResult:
         reasons = "; ".join(f"tracker {event.tracker} {event.reason}" for event in failures)
         raise RaytrainError(f"Not all of run {run!r} was sent: {reasons}; once that is repaired, send it again.")
     places = [event.place for event in events if isinstance(event, TrackerOpened)]
-    return TrackResult(run, [thread.name for thread in threads], threads[0].num_rows, places)
+    num_rows = threads[0].num_rows  # the same for all, which read the same history
+    return TrackResult(run, [thread.name for thread in threads], num_rows, places)

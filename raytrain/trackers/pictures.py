@@ -43,11 +43,16 @@ _MIN_INCHES, _MAX_INCHES = 5.5, 16.0
 
 
 def contact_sheet(images: Sequence[Pixels], captions: Sequence[str]) -> Pixels:
-    """Join images, (H, W, 3) each, with captions of up to two lines, to one image; return a single image unchanged."""
+    """Join images, (H, W, 3) each, with captions of up to two lines, to one image, (H, W, 3), of up to four columns.
+
+    A single image is returned unchanged, without its caption.
+
+    Example: ``contact_sheet([cat, dog], ["cat\\npredicted dog 80%", "dog\\npredicted dog 99%"])``
+    """
     if len(images) == 1:
         return images[0]
     columns = min(_NUM_COLUMNS, len(images))
-    rows = -(-len(images) // columns)
+    rows = math.ceil(len(images) / columns)
     width, height = _TILE + _GAP, _TILE + _CAPTION + _GAP
     page = Image.new("RGB", (columns * width + _GAP, rows * height + _GAP), _WHITE)
     draw, font = ImageDraw.Draw(page), ImageFont.load_default(12)
@@ -97,10 +102,11 @@ def matrix_figure(cells: NDArray[np.int64], classes: Sequence[str]) -> Figure:
     for shades, chosen in ((right, truth == answers), (wrong, truth != answers)):
         np.maximum.at(shades, (truth[chosen] // square, answers[chosen] // square), fractions[chosen])
 
-    # Draw the shades. They are not linear, so that rare confusions are visible beside frequent ones.
+    # Draw the shades: for each square the darker of its two, and none where both are 0. They are not linear, so that
+    # rare confusions are visible beside frequent ones. Class i is centred on i, so the axes end half a class beyond.
     end = num_squares * square - 0.5
-    for colours, shades, others in (("Blues", right, wrong), ("Oranges", wrong, right)):
-        shown = np.ma.masked_array(shades, (shades == 0) | (shades < others))
+    for colours, shades, other_shades in (("Blues", right, wrong), ("Oranges", wrong, right)):
+        shown = np.ma.masked_array(shades, (shades == 0) | (shades < other_shades))
         norm = PowerNorm(0.7, 0, 1)
         axes.imshow(shown, cmap=colours, norm=norm, interpolation="nearest", extent=(-0.5, end, end, -0.5))
 
@@ -129,7 +135,7 @@ def matrix_figure(cells: NDArray[np.int64], classes: Sequence[str]) -> Figure:
 
 
 def _cut_to_width(text: str, width: int, font: ImageFont.ImageFont | ImageFont.FreeTypeFont) -> str:
-    """Return as much of ``text`` as fits into ``width`` pixels."""
+    """Return ``text``, or as much of its beginning as fits into ``width`` pixels with an ellipsis."""
     if font.getlength(text) <= width:
         return text
     while text and font.getlength(f"{text}…") > width:
@@ -147,13 +153,18 @@ class Pictures:
 
 
 def read_pictures(store: Store, after: int) -> tuple[int, list[Pictures]]:
-    """Return the step of the last evaluation and its images; -1 and no images if the step is not after ``after``."""
+    """Return the step of the last evaluation of a run and its images, in groups; -1 and none if it is no news.
+
+    It is news if its step is after ``after``. The groups are the images that are most wrong, those of the last batch,
+    and the confusion matrix; a group without a readable image is left out.
+    """
     document = read_json(store, EVALUATION)
     step = document.get("step")
     if type(step) is not int or step <= after:
         return -1, []
+    # With one name more than the most classes, it is known below that there are too many for a confusion matrix.
     names = [one_line(str(name)[:_MAX_NAME]) for name in _list(document.get("classes"))[: _MAX_CLASSES + 1]]
-    groups = [_examples(_list(document.get(part)), names, key) for part, key in _GROUPS.items()]
+    groups = [_decode_examples(_list(document.get(part)), names, key) for part, key in _GROUPS.items()]
     confusions = Pictures(_CONFUSIONS, [], [])
     with suppress(IndexError, TypeError, ValueError, OverflowError):
         counts = {(label, prediction): int(count) for label, prediction, count in _list(document.get("confusion"))}
@@ -163,8 +174,12 @@ def read_pictures(store: Store, after: int) -> tuple[int, list[Pictures]]:
     return step, [group for group in (*groups, confusions) if group.images]
 
 
-def _examples(examples: list[Any], names: list[str], key: str) -> Pictures:
-    """Decode images in the document of an evaluation, which may be a stranger's: leave out damaged ones."""
+def _decode_examples(examples: list[Any], names: list[str], key: str) -> Pictures:
+    """Return the images in a list of an evaluation's document, with captions, as the group ``key``.
+
+    The document may be a stranger's, so damaged, very large and too many images are left out. ``names`` are those of
+    the classes.
+    """
     pictures = Pictures(key, [], [])
     for example in examples[:_MAX_IMAGES]:
         with suppress(*_DAMAGE):

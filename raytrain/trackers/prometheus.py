@@ -29,6 +29,8 @@ _MAX_CONNECTIONS, _CONNECTION_S = 16, 5.0
 
 
 class _Handler(WSGIRequestHandler):
+    """Answers the requests of one connection, until it has been silent for ``timeout`` seconds."""
+
     timeout = _CONNECTION_S
 
     def log_message(self, format: str, *args: Any) -> None:
@@ -62,20 +64,23 @@ class _Server(ThreadingMixIn, WSGIServer):
 
 
 class PrometheusTracker:
-    """Gauges ``raytrain_…`` with the label ``run``: ``raytrain_train_loss``, ``raytrain_step``, and so on."""
+    """Gauges ``raytrain_…`` with the label ``run``: ``raytrain_train_loss``, ``raytrain_step``, and so on.
+
+    ``place`` is the URL of the page with the gauges. Raises UsageError if the environment names no port.
+    """
 
     def __init__(self, run: TrackedRun) -> None:
         self._run = run.name
         self._registry = CollectorRegistry()
         self._gauges: dict[str, Gauge] = {}
         host = os.environ.get("OTEL_EXPORTER_PROMETHEUS_HOST", DEFAULT_HOST)
-        given = os.environ.get("OTEL_EXPORTER_PROMETHEUS_PORT", str(DEFAULT_PORT))
-        if not (given.isdecimal() and int(given) <= MAX_PORT):
+        port_text = os.environ.get("OTEL_EXPORTER_PROMETHEUS_PORT", str(DEFAULT_PORT))
+        if not (port_text.isdecimal() and int(port_text) <= MAX_PORT):
             raise UsageError(
-                f"OTEL_EXPORTER_PROMETHEUS_PORT is {given!r}; a port is a number from 1 to {MAX_PORT}, "
+                f"OTEL_EXPORTER_PROMETHEUS_PORT is {port_text!r}; a port is a number from 1 to {MAX_PORT}, "
                 "or 0 for any that is free."
             )
-        port = int(given)
+        port = int(port_text)
         app: Any = make_wsgi_app(self._registry)  # pyright: ignore[reportUnknownVariableType]
         try:
             self._server = make_server(host, port, app, _Server, _Handler)
@@ -92,7 +97,7 @@ class PrometheusTracker:
         """Do nothing: Prometheus has no place for options."""
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Set the gauges."""
+        """Set the gauge of each metric, and that of the step. A character that a name may not have becomes ``_``."""
         for metric, value in {**metrics, "step": step}.items():
             name = f"raytrain_{_NOT_IN_NAMES.sub('_', metric)}"
             if name not in self._gauges:
@@ -101,7 +106,7 @@ class PrometheusTracker:
             self._gauges[name].labels(self._run).set(value)
 
     def finalize(self, status: str) -> None:
-        """Close the port."""
+        """Close the port, so that the run's last values can no longer be scraped."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()

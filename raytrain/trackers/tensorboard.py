@@ -43,7 +43,7 @@ class TensorBoardTracker:
     def log_hyperparams(self, params: dict[str, Any]) -> None:
         """Write the options, which the tab HPARAMS shows."""
         assert self._writer.file_writer is not None
-        for summary in hparams(params, {})[:2]:  # the experiment and the start of the session
+        for summary in hparams(params, {})[:2]:  # the experiment and the start of the session, but not its end
             self._writer.file_writer.add_summary(summary)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
@@ -57,13 +57,13 @@ class TensorBoardTracker:
         self._writer.add_image(key, contact_sheet(images, caption), step, dataformats="HWC")
 
     def save(self) -> None:
-        """Flush the event file."""
+        """Flush the event file, and copy it to the bucket of the run, if it has one and the last copy is 30 s old."""
         self._writer.flush()
         if self._throttle.due("upload", _UPLOAD_EVERY_S):
             self._upload()
 
     def finalize(self, status: str) -> None:
-        """Close the event file."""
+        """Close the event file; for a run in a bucket, copy it there and delete it on this machine."""
         self._writer.close()
         self._upload()
         if self._local is not None:

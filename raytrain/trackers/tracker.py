@@ -77,12 +77,18 @@ class TrackedRun:
 
 
 def hyperparams(config: TrainConfig) -> dict[str, str | int | float]:
-    """Return the options of a run that are set, by name; an option with several values is text."""
-    hidden = options_with(Mark.OF_COMMAND)
+    """Return the options of a run by name, each as a number or a text of one line.
+
+    Options that are not set are left out, and those of the command that trains, such as ``--resume``, which say nothing
+    about the run. Several values are joined by spaces.
+
+    Example: ``hyperparams(config)["image_size"] == "224 224"``
+    """
+    of_command = options_with(Mark.OF_COMMAND)
     params: dict[str, str | int | float] = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if value in (None, ()) or field.name in hidden:
+        if value in (None, ()) or field.name in of_command:
             continue
         is_number = isinstance(value, (bool, int, float))
         params[field.name] = value if is_number else one_line(" ".join(map(str, as_tuple(value))))
@@ -90,7 +96,10 @@ def hyperparams(config: TrainConfig) -> dict[str, str | int | float]:
 
 
 def row_metrics(row: MetricRow) -> dict[str, float]:
-    """Return the numbers of a row by name, such as ``train/loss``; NaN for a metric that the row stores as None."""
+    """Return the numbers of a row by name, such as ``train/loss``; NaN for a metric that the row stores as None.
+
+    A row of a step also has its ``epoch``, ``learning_rate``, speed and times, as far as they are known.
+    """
     measured = {
         metric_name(f"{_PREFIX[row.kind]}/{name}"): math.nan if value is None else float(value)
         for name, value in row.metrics.items()
@@ -100,6 +109,9 @@ def row_metrics(row: MetricRow) -> dict[str, float]:
 
 
 def metric_name(name: str) -> str:
-    """Return ``name``, which may be any text, in a form that every tracker accepts."""
+    """Return ``name``, which may be any text, in a form that every tracker accepts.
+
+    Example: ``metric_name("validation/top5 (%)") == "validation/top5 ___"``
+    """
     parts = (part for part in _NOT_IN_NAMES.sub("_", name).split("/") if part.strip(". "))
     return "/".join(parts)[:_MAX_NAME].rstrip("/. ") or "_"  # a cut name may end with a separator, which is refused

@@ -47,13 +47,16 @@ _ABORT_WITHIN_S = 5.0
 
 
 class Tracking:
-    """Sends a run to its trackers. No call waits for a tracker, except for a limited time at the end."""
+    """Sends a run to its trackers. No call waits for a tracker, except for a limited time at the end.
+
+    ``end_within_s`` is this time for all trackers together, after a run that has a result.
+    """
 
     def __init__(self, trackers: Sequence[NamedTracker], end_within_s: float = _END_WITHIN_S) -> None:
         self._trackers = trackers
         self._end_within_s = end_within_s
         self._lock = threading.Lock()  # begin and update may be called by different threads
-        self._threads: list[TrackerThread] | None = None  # until begin
+        self._threads: list[TrackerThread] | None = None  # None until begin
         self._rows_before_begin: list[Sequence[MetricRow]] = []
         self._has_ended = False
 
@@ -71,8 +74,8 @@ class Tracking:
         requested in a tracker. ``sweep`` is the name of the sweep that the run is a trial of. After :meth:`abort`, no
         tracker is opened.
         """
-        of_sweep = TrackedSweep(sweep, run_store(config.storage, sweep)) if sweep else None
-        run, params = TrackedRun(config.name or "", store, sweep=of_sweep), hyperparams(config)
+        tracked_sweep = TrackedSweep(sweep, run_store(config.storage, sweep)) if sweep else None
+        run, params = TrackedRun(config.name or "", store, sweep=tracked_sweep), hyperparams(config)
         with self._lock:
             if self._has_ended:
                 return
@@ -86,7 +89,7 @@ class Tracking:
             self._rows_before_begin.clear()
 
     def update(self, snapshot: Snapshot) -> None:
-        """Queue the rows of a snapshot, and report trackers that hang."""
+        """Queue the new rows in a snapshot, and report trackers that hang."""
         with self._lock:
             # The run may train before its first documents are written, after which begin is called.
             if self._threads is None:
@@ -100,6 +103,7 @@ class Tracking:
 
     def finish(self, result: TrainResult) -> None:
         """Send the rest and the last checkpoint, and finalize the trackers; wait a limited time for all of them."""
+        # The result has the path of the checkpoint with the run's folder before it.
         network = result.checkpoint and result.checkpoint.removeprefix(result.run_dir).lstrip("/")
         end = End("failed") if result.status == "failed" else End("success", network)
         self._end(end, self._end_within_s)
@@ -137,7 +141,11 @@ class End(NamedTuple):
 
 @dataclass(frozen=True)
 class Position:
-    """Position of a tracker: its ``id`` of the run, and the last steps, images and network that were sent to it."""
+    """Position of a tracker: its ``id`` of the run, and the last rows, images and checkpoint that were sent to it.
+
+    ``step`` and ``evaluation_step`` are the steps of the last row of each kind, and ``picture_step`` that of the
+    evaluation whose images were sent; ``network`` is the path of the checkpoint in the run's storage.
+    """
 
     id: str | None = None
     step: int = 0
@@ -157,7 +165,11 @@ class Position:
 
 
 class TrackerThread:
-    """Opens a tracker and sends it new rows until the end. ``report`` gets an event if it opens or fails."""
+    """Opens a tracker and sends it new rows until the end, in a thread that starts at once.
+
+    ``params`` are the options that the tracker gets. ``report`` gets an event if it opens or fails. ``ask_to_stop`` is
+    called if somebody has requested a stop in the tracker. ``clock``, in seconds, tells whether the tracker hangs.
+    """
 
     def __init__(
         self,
@@ -194,14 +206,15 @@ class TrackerThread:
             self._rows.put(rows)
 
     def end(self, end: End) -> None:
-        """Send the rows that are left, and finalize the tracker."""
+        """Have the thread send the rows that are left, and finalize the tracker; return at once."""
         self._end = end
         self._end_is_known.set()
 
     def join(self, timeout_s: float | None) -> None:
-        """Wait for the end of the thread; report a tracker that takes longer, and leave it behind.
+        """Wait for the end of the thread, without a limit if ``timeout_s`` is None.
 
-        One that has failed is given less time: its server may be out of reach.
+        A tracker that takes longer is reported and left behind. One that has failed is given less time: its server may
+        be out of reach.
         """
         if self._gets_no_rows and timeout_s is not None:
             timeout_s = min(timeout_s, _ABORT_WITHIN_S)
@@ -291,7 +304,7 @@ class TrackerThread:
         sent = self._position
         rows = self._take_new_rows()
         while group := list(islice(rows, _MAX_GROUP)):
-            self._move(self._position)
+            self._move(self._position)  # _take_new_rows has set it to the last row of the group; this stores it
             try:
                 for row in group:
                     tracker.log_metrics(row_metrics(row), row.step)
@@ -305,7 +318,10 @@ class TrackerThread:
             sent = self._position
 
     def _take_new_rows(self) -> Iterator[MetricRow]:
-        """Yield the rows in the queue that the tracker lacks; after a failure of workers, some come again."""
+        """Yield the rows in the queue that the tracker lacks, and set the position, not yet stored, after each.
+
+        After a failure of workers, a run repeats steps whose rows the tracker has already.
+        """
         with suppress(queue.Empty):
             while True:
                 for row in self._rows.get_nowait():
@@ -315,7 +331,10 @@ class TrackerThread:
                         yield row
 
     def _send_pictures(self, tracker: Any) -> None:
-        """Send the images of the last evaluation, if the tracker takes images and lacks these."""
+        """Send the images of the last evaluation, if the tracker takes images and lacks these.
+
+        As for rows, the position is stored before, and goes back if the tracker fails.
+        """
         if not hasattr(tracker, "log_image"):
             return
         from raytrain.trackers.pictures import read_pictures
@@ -333,7 +352,10 @@ class TrackerThread:
             raise
 
     def _send_network(self, tracker: Any, checkpoint: str) -> None:
-        """Send a checkpoint as a file of this machine, unless the tracker has it already."""
+        """Send a checkpoint as a file of this machine, unless the tracker has it already.
+
+        Other than for rows, the position is stored afterwards: after a kill, a checkpoint may be sent once more.
+        """
         if checkpoint == self._position.network:
             return
         store = self._run.store
@@ -364,5 +386,10 @@ class TrackerThread:
 
 
 def gather_s(cpu_s: float) -> float:
-    """Return for how many seconds to gather rows, after a group that took ``cpu_s`` seconds of a core."""
+    """Return for how many seconds to gather rows, after a group that took ``cpu_s`` seconds of a core.
+
+    The longer the group took, the longer, so that the tracker takes at most a hundredth of the core, within limits.
+
+    Example: ``gather_s(0.1) == 10.0``
+    """
     return min(max(GATHER_S, cpu_s / _CPU_FRACTION), _MAX_GATHER_S)

@@ -19,7 +19,10 @@ _EXIT_CODES = {"success": 0, "failed": 1}
 
 
 class WandbTracker:
-    """One run of W&B. Its standard variables, such as WANDB_API_KEY and WANDB_ENTITY, are read by wandb itself."""
+    """One run of W&B. Its standard variables, such as WANDB_API_KEY and WANDB_ENTITY, are read by wandb itself.
+
+    ``place`` is the URL of the run's page, or, without a connection to W&B, the command that sends the run there.
+    """
 
     def __init__(self, run: TrackedRun) -> None:
         # Without stop_fn, "Stop run" on W&B's page sends a SIGINT to this process, as older versions always do. That
@@ -31,7 +34,7 @@ class WandbTracker:
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "raytrain"),
             name=run.name,
-            group=run.sweep.name if run.sweep else None,  # W&B's own variable, or no group
+            group=run.sweep.name if run.sweep else None,  # None: the group that W&B's own variable names, if any
             id=run.id,
             resume="allow",
             reinit="create_new",  # a notebook may have a run of its own

@@ -23,7 +23,7 @@ from raytrain.storage.open import open_store
 
 def printed(result: Any, **folders: str) -> str:
     console = Console(file=io.StringIO(), width=200)
-    console.print(demo.summary(result, **folders))
+    console.print(demo.demo_page(result, **folders))
     return console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
 
 

@@ -42,10 +42,10 @@ def demo(storage: Storage = "./runs", workers: Annotated[int, arg(help="Training
 
     Example: raytrain demo
     """
-    from raytrain.demo.demo import run_demo, summary
+    from raytrain.demo.demo import demo_page, run_demo
 
     result = run_demo(storage=storage, workers=workers)
-    return CommandResult(summary(result, storage), result.summary())
+    return CommandResult(demo_page(result, storage), result.summary())
 
 
 def new(
