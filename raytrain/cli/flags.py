@@ -54,7 +54,7 @@ def join_repeated(argv: Sequence[str], command: Callable[..., Any]) -> list[str]
     """
     single, several, appending, switches = _flags_by_number(command)
     groups: list[list[str]] = [[]]  # a flag with its values, in each but the first
-    group, group_of = groups[0], dict[str, list[str]]()
+    group, group_of = groups[0], dict[str, list[str]]()  # group_of: the first group of each option
     for number, word in enumerate(argv):
         if word == "--":  # of submit: what follows is another command
             groups.append([*argv[number:]])
@@ -63,7 +63,8 @@ def join_repeated(argv: Sequence[str], command: Callable[..., Any]) -> list[str]
             group.append(word)
             continue
 
-        # `--tag=a` and `--lr` are other ways to write `--tag a` and `--learning-rate`.
+        # `--tag=a` and `--lr` are other ways to write `--tag a` and `--learning-rate`. The values that follow a flag of
+        # several join its first group.
         name, equals, value = word.partition("=")
         typed = name.replace("_", "-")
         option = single.get(typed, typed)

@@ -99,27 +99,28 @@ def parse(argv: Sequence[str], commands: Commands[T]) -> functools.partial[T]:
     _refuse_empty(argv)
 
     # The flags that all commands have may come first, as in `--json train`; from here on they follow the command.
-    first = next((index for index, word in enumerate(argv) if word not in _FLAGS_OF_ALL), len(argv))
-    if first < len(argv) and not argv[first].startswith("-"):
-        argv = [argv[first], *argv[:first], *argv[first + 1 :]]
+    command_at = next((index for index, word in enumerate(argv) if word not in _FLAGS_OF_ALL), len(argv))
+    if command_at < len(argv) and not argv[command_at].startswith("-"):
+        argv = [argv[command_at], *argv[:command_at], *argv[command_at + 1 :]]
 
     # Without a recipe, as in `train --data X`, the recipe auto is inserted, or custom with a loop of the user's own:
-    # auto would also choose the network and the learning rate, on which the loop has decided.
+    # auto would also choose the network and the learning rate, on which the loop has decided. After --help, none is,
+    # so that the help lists all recipes.
     given = _given_options(argv)
-    default = CUSTOM if "loop" in given else AUTO
-    missing_at = None  # index of the recipe that was inserted
+    default_recipe = CUSTOM if "loop" in given else AUTO
+    inserted_at = None  # index of the recipe, if it was inserted
     if len(argv) >= 2 and argv[0] in commands and "config" in hints_of_command(commands[argv[0]]):
-        first = next((index for index, word in enumerate(argv[1:], 1) if word not in _FLAGS_OF_COMMANDS), len(argv))
-        if first < len(argv) and argv[first].startswith("--") and argv[first] not in (*_HELP, _ALL_HELP):
-            missing_at = first
-            argv.insert(first, default)
+        recipe_at = next((index for index, word in enumerate(argv[1:], 1) if word not in _FLAGS_OF_COMMANDS), len(argv))
+        if recipe_at < len(argv) and argv[recipe_at].startswith("--") and argv[recipe_at] not in (*_HELP, _ALL_HELP):
+            inserted_at = recipe_at
+            argv.insert(recipe_at, default_recipe)
 
     command = _parse_once(argv, commands, recipes)
     typed = command.keywords.get("config")
     if typed is None:
         return command
-    recipe = typed["recipe"] if missing_at is None else None  # as typed
-    values: Mapping[str, Any] = {}
+    recipe = typed["recipe"] if inserted_at is None else None  # the one that was typed, if any
+    values: Mapping[str, Any] = {}  # the options in the file that --config names
 
     # With --config, parse a second time: options that were not typed start from the file, no longer from the recipe.
     if (place := typed.pop(_CONFIG_FILE)) is not None:
@@ -129,10 +130,10 @@ def parse(argv: Sequence[str], commands: Commands[T]) -> functools.partial[T]:
                 f"{place} is for the recipe {file.recipe}, and the command for {recipe}; leave one of them out."
             )
         recipe, values = file.recipe or recipe, file.values
-        default = CUSTOM if "loop" in given or values.get("loop") else AUTO
-        if missing_at is not None:
-            argv[missing_at] = recipe or default
-        start = SimpleNamespace(**{**vars(recipes[recipe or default]), **values})
+        default_recipe = CUSTOM if "loop" in given or values.get("loop") else AUTO
+        if inserted_at is not None:
+            argv[inserted_at] = recipe or default_recipe
+        start = SimpleNamespace(**{**vars(recipes[recipe or default_recipe]), **values})
         command = _parse_once(argv, commands, {**recipes, start.recipe: start})
         if file.is_foreign and not command.keywords.get("trust"):
             _check_functions(typed, command.keywords["config"], place)
@@ -144,10 +145,11 @@ def parse(argv: Sequence[str], commands: Commands[T]) -> functools.partial[T]:
         not typed["data"] or run_store(typed["storage"], typed["name"]).exists(CONFIG)
     )
     if is_resumed:
-        # Parse once more: options that were neither typed nor in the file start from those of the run.
+        # Parse once more: options that were neither typed nor in the file start from those of the run. From here on,
+        # those of the file count as typed, because a stranger's file has been checked above.
         stored = _stored_options(command.func.__name__, typed, recipe, recipes)
-        if missing_at is not None:
-            argv[missing_at] = stored.recipe
+        if inserted_at is not None:
+            argv[inserted_at] = stored.recipe
         start = SimpleNamespace(**{**vars(stored), **values})
         command = _parse_once(argv, commands, {**recipes, stored.recipe: start})
         command.keywords["config"].pop(_CONFIG_FILE)
@@ -354,7 +356,10 @@ def _only_named(kind: str, choices: Mapping[str, T], words: Sequence[str]) -> Ma
 
 
 def _choice(subcommands: Iterable[Any]) -> Any:
-    """Return the union of ``subcommands`` that tyro takes. A hidden None keeps it a union if there is only one."""
+    """Return the union by which tyro offers a choice of ``subcommands``.
+
+    A None that the help does not show keeps it a union if there is only one.
+    """
     return Union[(*(Annotated[Any, choice] for choice in subcommands), Annotated[None, Suppress])]
 
 

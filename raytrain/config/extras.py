@@ -30,8 +30,8 @@ def pip_install(packages: str) -> str:
 def extra(name: str) -> str:
     """Return the name of an extra with the command that installs it here, for sentences such as "install …".
 
-    In a checkout, the command installs the extra, by uv in the environment that uv keeps there. Elsewhere it installs
-    the packages that the extra consists of.
+    In a checkout, the command installs the extra: by ``uv sync`` if this Python is the environment that uv keeps there,
+    otherwise by pip. Without a checkout, it installs the packages that the extra consists of.
 
     Example: ``extra("onnx") == "raytrain[onnx] (`uv sync --inexact --extra onnx` in /home/me/raytrain)"``
     """

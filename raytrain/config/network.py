@@ -33,7 +33,7 @@ _ARGUMENTS_OF_OPTIONS = {
     **dict.fromkeys(("pretrained", "weights", "checkpoint_path", "pretrained_cfg"), "--weights says it"),
     "img_size": "--image-size says it",
 }
-"""Arguments of a library's networks that ``--model-option`` must not give, by what says them instead."""
+"""Arguments of a library's networks that ``--model-option`` must not give, and what says them instead."""
 _FULL_SIZE_AFTER = 0.8  # fraction of the epochs after which images have their full size
 _SIDE_STEP = 4  # pixels; networks halve such a side twice without a remainder
 

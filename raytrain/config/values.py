@@ -144,7 +144,7 @@ def read_value(name: str, given: object, hint: Any, *, numbers_as_text: bool = T
 def matches(value: object, hint: Any) -> bool:
     """Return True if ``value``, of JSON and tuples, is of the type ``hint``.
 
-    A float may be a whole number, but not NaN.
+    A float may be a whole number, but not NaN. Of a dict only the values are checked: its keys, as in JSON, are texts.
 
     Example: ``matches((1, 2), tuple[int, ...])``
     """
