@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, get_args, get_type_hints
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 from tyro.conf import Positional, UseAppendAction
 
@@ -43,6 +43,27 @@ def _switches_with_words() -> set[str]:
     return {flag(name) for name, hint in get_type_hints(TrainConfig).items() if bool in get_args(hint)}
 
 
+class _CommandFlags(NamedTuple):
+    """The flags of a command, by the values that they take.
+
+    ``option_of`` has each spelling of a flag that takes at most one value, such as ``--lr``, with the flag that it
+    stands for. Those of ``repeatable`` may be given several times, and ``switches`` take no value. Flags in ``several``
+    take any number of values. ``takes_names``: any number of words without a flag may follow, as ``rm`` takes the names
+    of runs.
+    """
+
+    option_of: dict[str, str]
+    several: set[str]
+    repeatable: set[str]
+    switches: set[str]
+    takes_names: bool
+
+    def option(self, word: str) -> str:
+        """Return the flag that ``word`` stands for, such as ``--learning-rate`` for ``--lr=0.1``."""
+        typed = word.partition("=")[0].replace("_", "-")
+        return self.option_of.get(typed, typed)
+
+
 def join_repeated(argv: Sequence[str], command: Callable[..., Any]) -> list[str]:
     """Return ``--tag a --tag b`` as ``--tag a b``, for all options of several values; tyro would drop ``a``.
 
@@ -52,93 +73,80 @@ def join_repeated(argv: Sequence[str], command: Callable[..., Any]) -> list[str]
 
     Raises UsageError if an option of one value is given twice; tyro would drop the first one.
     """
-    single, several, appending, switches = _flags_by_number(command)
-    groups: list[list[str]] = [[]]  # a flag with its values, in each but the first
-    group, group_of = groups[0], dict[str, list[str]]()  # group_of: the first group of each option
-    for number, word in enumerate(argv):
-        if word == "--":  # of submit: what follows is another command
-            groups.append([*argv[number:]])
-            break
+    flags = _flags_of(command)
+    end = argv.index("--") if "--" in argv else len(argv)
+    words, other_command = argv[:end], [*argv[end:]]
+
+    # Divide the words into groups: those before the first flag, and each flag with the words that follow it. The values
+    # of an option of several values join its first group.
+    group: list[str] = []
+    groups, first_group = [group], dict[str, list[str]]()
+    for word in words:
         if not word.startswith("--"):
             group.append(word)
             continue
-
-        # `--tag=a` and `--lr` are other ways to write `--tag a` and `--learning-rate`. The values that follow a flag of
-        # several join its first group.
         name, equals, value = word.partition("=")
-        typed = name.replace("_", "-")
-        option = single.get(typed, typed)
-        if option in several:
-            if option not in group_of:
-                groups.append(group_of.setdefault(option, [name]))
-            group = group_of[option]
-            group += [value] * bool(equals)
-            continue
-        group = [word]
-        groups.append(group)
-        if typed in single and option not in appending:
-            group_of.setdefault(option, group)
+        option = flags.option(word)
+        if option not in flags.several:
+            group = [word]
+        else:
+            group = first_group.get(option, [name])
+            group += [value] if equals else []
+        if group is not first_group.get(option):
+            groups.append(group)
+        first_group.setdefault(option, group)
 
-    # Options of several values have one group now. Of any other option, a second group is a repetition.
+    # A second group of an option of one value is a repetition. Flags that the command does not have are left to tyro.
     for group in groups[1:]:
-        typed = group[0].partition("=")[0].replace("_", "-")
-        first = group_of.get(single.get(typed, typed), group)
-        if first is not group and group[0] != "--":
-            if single[typed] in map(flag, options_with(Mark.SECRET)):  # its values are not shown
-                first = group = [single[typed]]
-            what = f"{' '.join(first)} and {' '.join(group)} are both given"
-            raise UsageError(f"{what if first != group else f'{first[0]} is given twice'}; leave one of them out.")
+        option = flags.option(group[0])
+        first = first_group[option]
+        if first is group or option not in flags.option_of or option in flags.repeatable:
+            continue
+        if option in map(flag, options_with(Mark.SECRET)):  # its values are not shown
+            first = group = [option]
+        both = f"{' '.join(first)} and {' '.join(group)} are both given"
+        raise UsageError(f"{both if first != group else f'{first[0]} is given twice'}; leave one of them out.")
 
-    # An option of one value has no other ones, and a switch has none. In a command that takes a list of names, what
-    # follows these is a name.
-    if _takes_names(command) and "--" not in argv:
+    # In a command that takes names, the words after the one value of an option, or after a switch, are names.
+    if flags.takes_names and not other_command:
         for group in groups[1:]:
-            typed, equals, _ = group[0].partition("=")
-            if (option := single.get(typed.replace("_", "-"))) is not None:
-                num_words = 1 if equals or option in switches else 2
+            option = flags.option(group[0])
+            if option in flags.option_of:
+                num_words = 1 if "=" in group[0] or option in flags.switches else 2
                 groups[0] += group[num_words:]
                 del group[num_words:]
-    return [word for group in groups for word in group]
+    return [word for group in groups for word in group] + other_command
 
 
 @functools.cache
-def _flags_by_number(command: Callable[..., Any]) -> tuple[dict[str, str], set[str], set[str], set[str]]:
-    """Return the flags of a command by the number of their values.
-
-    Those of one value are a dict from each of their spellings to the flag. Those of several values, those that may be
-    repeated (``UseAppendAction``), and those of the first that take no value are sets.
-    """
+def _flags_of(command: Callable[..., Any]) -> _CommandFlags:
+    """Return the flags of a command, of its sections of options, and those that all commands have."""
+    (positional,) = marks_of(Positional[str])
     hints: dict[str, Any] = {"json": bool, "debug": bool}
+    takes_names = False
     for name, hint in hints_of_command(command).items():
         section = TrainConfig if name == "config" else hint
         if dataclasses.is_dataclass(section):
             hints |= get_type_hints(section, include_extras=True)
         hints[name] = str if section is TrainConfig else hint  # `config` is also the flag --config FILE
+        takes_names |= positional in marks_of(hint) and ... in get_args(get_args(hint)[0])
 
-    single: dict[str, str] = {}
-    several, appending, switches = set[str](), set[str](), set[str]()
+    option_of: dict[str, str] = {}
+    several, repeatable, switches = set[str](), set[str](), set[str]()
     for name, hint in hints.items():
         option = flag(name)
         bare = get_args(hint)[0] if marks_of(hint) else hint
         if UseAppendAction in marks_of(hint):
-            appending.add(option)
-        elif any(... in get_args(part) for part in (bare, *get_args(bare))):
+            repeatable.add(option)
+        elif any(... in get_args(part) for part in (bare, *get_args(bare))):  # tuple[str, ...], also with None
             several.add(option)
             continue
         if bare is bool:
             switches.add(option)
         for spelling in (option, *(mark.flag for mark in marks_of(hint) if isinstance(mark, Synonym))):
-            single[spelling] = option
-        single[option.replace("--", "--no-", 1)] = option
-    return single, several, appending, switches
-
-
-@functools.cache
-def _takes_names(command: Callable[..., Any]) -> bool:
-    """Return True if a command takes any number of words without a flag, as ``rm`` takes the names of runs."""
-    (positional,) = marks_of(Positional[str])
-    hints = hints_of_command(command).values()
-    return any(positional in marks_of(hint) and ... in get_args(get_args(hint)[0]) for hint in hints)
+            option_of[spelling] = option
+        option_of[option.replace("--", "--no-", 1)] = option
+    return _CommandFlags(option_of, several, repeatable, switches, takes_names)
 
 
 def hints_of_command(command: Callable[..., Any]) -> dict[str, Any]:

@@ -37,10 +37,11 @@ def as_usage_errors(
 
     def refuse(event: events.ParseErrorEvent) -> NoReturn:
         if isinstance(event, events.UnrecognizedArgs) and sent_command and event.tokens[0] in sent_command:
-            shown = " ".join((*sent_command[:1], event.tokens[0].partition("=")[0]))
+            unknown, _, _ = event.tokens[0].partition("=")
+            command = sent_command[0] if unknown == sent_command[0] else f"{sent_command[0]} {unknown}"
             raise UsageError(
-                f"{event.tokens[0].partition('=')[0]} belongs to the command that is sent, which needs -- before it: "
-                f"`raytrain submit -- {shown} …`."
+                f"{unknown} belongs to the command that is sent, which needs -- before it: "
+                f"`raytrain submit -- {command} …`."
             )
         raise UsageError(_sentence(event, flags, commands_with))
 
@@ -108,12 +109,11 @@ def _sentence_on_unknown(
     if not words[0].startswith("-"):
         return f"There is one argument too many: {words[0]!r}."
     name = words[0].partition("=")[0]
-    others = commands_with(name)
-    if name in flags and others:
-        command = "train" if "train" in others else others[0]
+    commands = commands_with(name)
+    if name in flags and commands:  # it exists, but stands before its command, as in `raytrain --data photos train`
+        command = "train" if "train" in commands else commands[0]
         return f"{name} is an option of a command, which comes first, as in `raytrain {command} {name} …`."
-    if 0 < len(others) <= _MAX_COMMANDS:
-        return f"There is no option {name} here; {' and '.join(f'`raytrain {other}`' for other in others)} " + (
-            "has it." if len(others) == 1 else "have it."
-        )
+    if 0 < len(commands) <= _MAX_COMMANDS:
+        owners = " and ".join(f"`raytrain {command}`" for command in commands)
+        return f"There is no option {name} here; {owners} {'has' if len(commands) == 1 else 'have'} it."
     return f"There is no option {name}{did_you_mean(name, flags)}."

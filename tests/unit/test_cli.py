@@ -477,7 +477,7 @@ def test_predict_export_doctor_devices_and_demo_pass_on_their_options(
     stand_in(
         "raytrain.demo.demo",
         run_demo=note(SimpleNamespace(summary=lambda: {"validation_accuracy": 0.98})),
-        summary=lambda *_: "",
+        demo_page=lambda *_: "",
     )
     for argv, document, exit_code in (
         ("export first --output m.onnx --data d --json", {"same_answers": 9, "example": ""}, 0),
