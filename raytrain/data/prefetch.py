@@ -77,7 +77,7 @@ _ENDS_WITHIN_S = 5.0
 
 @atexit.register
 def _end_prefetches() -> None:
-    """End the threads of this process before Python does: one that frees a tensor meanwhile aborts the process.
+    """End the threads before the interpreter ends: a thread that frees a tensor while it ends aborts the process.
 
     The memory of a tensor may be an array of NumPy, for which torch takes the interpreter's lock in a destructor. A
     thread that asks for it in an ending interpreter is ended by an exception, which no destructor lets through.

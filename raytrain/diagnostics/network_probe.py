@@ -137,14 +137,14 @@ def all_reduce(rank: int, num_ranks: int, host: str, port: str, device: str) -> 
         timeout=_MEET_WITHIN,
     )
     try:
-        _seconds(torch.ones(_WARM_UP_BYTES // 4, device=device))  # the first all-reduce opens the connections
+        _time_all_reduce(torch.ones(_WARM_UP_BYTES // 4, device=device))  # the first all-reduce opens the connections
         tensor = torch.ones(_TENSOR_BYTES[device] // 4, device=device)
-        return 2 * (num_ranks - 1) / num_ranks * tensor.nbytes / min(_seconds(tensor) for _ in range(_ROUNDS))
+        return 2 * (num_ranks - 1) / num_ranks * tensor.nbytes / min(_time_all_reduce(tensor) for _ in range(_ROUNDS))
     finally:
         dist.destroy_process_group()
 
 
-def _seconds(tensor: torch.Tensor) -> float:
+def _time_all_reduce(tensor: torch.Tensor) -> float:
     """Return the seconds of one all-reduce of ``tensor``, which all ranks begin at the same time."""
     import torch
     import torch.distributed as dist

@@ -224,7 +224,8 @@ class Decoders(AbstractContextManager["Decoders"]):
     ) -> Future[Block]:
         """Have reader number ``reader`` of a process make a block of ``draws`` for ``epoch``; return its future.
 
-        If pixels ``images``, uint8, are given, they are copied into the memory that the reader gets. The future has an
+        A reader that transforms images gets their pixels, ``images``, uint8, which are copied into the memory that it
+        gets. The future has an
         exception of the reader, or the one that has ended the decoding.
         """
         number, future = next(self._numbers), Future[Block]()

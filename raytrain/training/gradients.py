@@ -178,9 +178,10 @@ class ExactGradients:
         return (None,)
 
     def _send(self, bucket: Bucket) -> None:
-        """Start to sum a ``bucket`` over the workers, and the second halves of earlier sums that are ready for it."""
+        """Start to sum a ``bucket`` over the workers. Go on with earlier sums in bfloat16, which take two steps."""
         bucket.send(self._groups, self._world_size, in_bfloat16=self._in_bfloat16)
-        # The second halves of sums in bfloat16 begin in the order of the first halves, which all workers share.
+        # Such a sum first sends parts to the workers that add them up, and then their results. These second steps begin
+        # in the order of the first ones, which all workers share.
         if isinstance(bucket.work, Bfloat16Sum):
             self._half_done.append(bucket.work)
         while self._half_done and self._half_done[0].is_sent():

@@ -125,7 +125,10 @@ class LocalCluster:
         self._opened.close()
 
     def _start(self) -> subprocess.Popen[str]:
-        """Start the process that starts the cluster, and ends it when its standard input ends: see :func:`hold`."""
+        """Start the process that starts the cluster, and ends it when its standard input ends.
+
+        It runs :func:`run_until_input_ends`.
+        """
         # The process gets a session of its own, so that a Ctrl-C in the terminal reaches only the driver.
         return subprocess.Popen(
             [sys.executable, "-m", "raytrain.launch.ray.own_cluster"],
@@ -197,11 +200,12 @@ def start_head(program: str | None) -> str:
     return Head(parameters, head=True, shutdown_at_exit=True, spawn_reaper=True).gcs_address
 
 
-def hold() -> None:
+def run_until_input_ends() -> None:
     """Start the cluster, print its address, and keep it running until standard input ends.
 
     The cluster ends with this process. Its processes may open as many files as Ray wants, if the system allows that.
     """
+    # The end of standard input ends the cluster, and not a SIGINT that is sent to all processes of a command.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = _OPEN_FILES if hard_limit == resource.RLIM_INFINITY else min(hard_limit, _OPEN_FILES)
@@ -211,4 +215,4 @@ def hold() -> None:
 
 
 if __name__ == "__main__":
-    hold()
+    run_until_input_ends()
