@@ -218,6 +218,7 @@ def test_a_replica_that_dies_while_it_loads_is_a_sentence(monkeypatch: pytest.Mo
         server.shutdown()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_run_that_is_served_is_refused_until_its_command_has_ended_in_whatever_way(runs: Path) -> None:
     import ray
