@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,14 +36,36 @@ def _may_wait_for_ever(call: ast.Call) -> bool:
     return name in ALWAYS or (bool(owner) and name in UNLESS_LIMITED and not call.args)
 
 
-def test_the_table_has_all_waits_without_limit() -> None:
+def table() -> str:
+    """Return the table of docs/architecture.md."""
     page = (ROOT / "docs" / "architecture.md").read_text()
-    table = page.partition("## Waits without a limit")[2].partition("\n## ")[0]
+    return page.partition("## Waits without a limit")[2].partition("\n## ")[0]
+
+
+def test_the_table_has_all_waits_without_limit() -> None:
     found = {
         (file.relative_to(ROOT / "raytrain").as_posix(), place or file.stem)
         for folder in ("launch", "loader")
         for file in sorted((ROOT / "raytrain" / folder).rglob("*.py"))
         for place in waits_without_limit(ast.parse(file.read_text()))
     }
-    missing = [f"{file}: {place}" for file, place in sorted(found) if f"`{place}`" not in table]
+    missing = [f"{file}: {place}" for file, place in sorted(found) if f"`{place}`" not in table()]
     assert missing == []
+
+
+def test_the_table_names_functions_that_exist() -> None:
+    named = re.findall(r"`(\w[\w.]*)`", " ".join(line.split("|")[1] for line in table().splitlines() if "|" in line))
+    functions = {
+        name for file in (ROOT / "raytrain").rglob("*.py") for name in functions_of(ast.parse(file.read_text()))
+    }
+    assert [name for name in named if not name.endswith(".py") and name not in functions] == []
+
+
+def functions_of(tree: ast.AST, place: str = "") -> Iterator[str]:
+    """Yield the name of each function, as ``Class.function``."""
+    for node in ast.iter_child_nodes(tree):
+        is_scope = isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+        name = f"{place}.{node.name}".lstrip(".") if is_scope else place
+        if is_scope and not isinstance(node, ast.ClassDef):
+            yield name
+        yield from functions_of(node, name)
