@@ -95,9 +95,9 @@ class ImageLoader:
         drop_last: leave out the last global batch of an epoch if it is shorter.
         transforms: one function of your own, which takes uint8 (C, H, W) and returns the same; or as ``--transforms``.
         options: options of the data, the images and the augmentation, as ``raytrain train custom --help-all`` lists
-            them, with ``_`` in place of ``-``: ``test_data``, ``labels``, ``cache``, ``image_size``, ``mean``, ``flip``,
-            ``mixup``, ``seed``, … ``epochs`` is needed for an ``image_size`` that grows; after the last one, nothing is
-            read ahead.
+            them, with ``_`` in place of ``-``: ``test_data``, ``labels``, ``cache``, ``image_size``, ``mean``,
+            ``flip``, ``mixup``, ``seed``, … ``epochs`` is needed for an ``image_size`` that grows; after the last one,
+            nothing is read ahead.
 
     Raises UsageError for options that do not fit, or that differ between the processes, and StorageError if the images
     cannot be reached.
