@@ -22,7 +22,7 @@ class Intervals(NamedTuple):
     def parse(cls, texts: Iterable[str]) -> Intervals:
         """Return the intervals that ``texts`` name; raise UsageError for a text that names none, or two of one unit.
 
-        The word ``none`` adds no interval. Of two texts in the same unit, the last one counts.
+        The word ``none`` adds no interval, and must be the only text.
 
         Example: ``Intervals.parse(["1ep", "10m"]) == Intervals(epochs=1, seconds=600)``
         """

@@ -186,7 +186,7 @@ def find_rate(
 
     Step i of n, counted from 0, has the rate low · (high / low) ^ (i / (n - 1)), from 1e-6 to 10, or as --schedule
     rising:LOW..HIGH says. The run ends earlier if the loss is over four times that of the first step. Nothing is
-    evaluated, and no checkpoint is kept. A loop of your own must not change the rates of its optimizer's groups.
+    evaluated, and no checkpoint is kept. In a loop of your own, the run sets the rates before each optimizer steps.
 
     Example: raytrain find-rate cifar10 --data s3://bucket/train
     """
