@@ -61,14 +61,17 @@ def status_of(server: PageServer, path: str, method: str = "GET", **headers: str
 
 
 def messages(server: PageServer) -> Iterator[tuple[str, Any]]:
-    """The server-sent events of a viewer: name and content."""
+    """The server-sent events of a viewer, who leaves after the last one: name and content."""
     event = ""
-    for line in ask(server, "/api/events"):
-        name, _, value = line.decode().rstrip("\n").partition(": ")
-        if name == "event":
-            event = value
-        elif name == "data":
-            yield event, json.loads(value)
+    with ask(server, "/api/events") as answer:
+        for line in answer:
+            name, _, value = line.decode().rstrip("\n").partition(": ")
+            if name == "event":
+                event = value
+            elif name == "data":
+                yield event, json.loads(value)
+                if event == "closed":
+                    return
 
 
 def run_messages(server: PageServer) -> Iterator[dict[str, Any]]:

@@ -42,9 +42,8 @@ BACKLOG = 32  # connections that are accepted at a time, before the oldest are e
 _UPDATE_EVERY_S = 0.5  # the shortest time between two messages to a viewer
 _COMMENT_EVERY_S = 10.0  # without a change: see _send_updates
 _SLOWEST_WRITE_S = 30.0  # a viewer that takes longer is gone; its page would reconnect
-_LAST_WORDS_S = 2.0  # seconds for the last messages to viewers
+_LAST_WORDS_S = 3.0  # seconds for the last messages to viewers, and for what their pages ask because of them
 _STEP_DIGITS = 18  # as many as fit into 64 bits
-_LAST_QUESTIONS_S = 1.0  # after the last message, a page still asks for the last evaluation
 _STATIC = files("raytrain.display.page") / "static"
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 _HEADERS = {
@@ -129,7 +128,12 @@ class PageServer:
         # Neither a stranger's requests nor broken connections may fill the terminal of the run with tracebacks.
         self._loop.set_exception_handler(lambda loop, context: _warn_of(context.get("exception"), context["message"]))
         self._runner = web.AppRunner(
-            app, access_log=None, logger=_QUIET, keepalive_timeout=KEPT_ALIVE_S, shutdown_timeout=_LAST_WORDS_S
+            app,
+            access_log=None,
+            logger=_QUIET,
+            keepalive_timeout=KEPT_ALIVE_S,
+            shutdown_timeout=_LAST_WORDS_S,
+            handler_cancellation=True,  # a page that is closed, or has all that it wants, ends its handler at once
         )
         await self._runner.setup()
         assert self._runner.server is not None
@@ -149,12 +153,11 @@ class PageServer:
         raise UsageError(f"--port is {self._port}, which is {reason}; give another one, or leave it out.")
 
     async def _stop(self) -> None:
-        """Stop listening, once viewers have had the time to get the last messages and ask for the last evaluation."""
+        """Stop listening, once all viewers have gone: see _send_updates."""
         self._closing = True
         self._wake_viewers()
         if self._viewers:
             await asyncio.wait(self._viewers, timeout=_LAST_WORDS_S)
-            await asyncio.sleep(_LAST_QUESTIONS_S)
         self._listener.close()
         await self._runner.cleanup()
 
@@ -232,6 +235,9 @@ class PageServer:
                     await _send(response, "run", message)
             if closing:
                 await _send(response, "closed", b"{}")
+                # The page hangs up, which cancels this handler, when it has read what the last messages are about, such
+                # as the last evaluation.
+                await asyncio.sleep(_LAST_WORDS_S)
                 return
 
             # Send at most twice a second; without a change, a comment now and then keeps proxies from hanging up.

@@ -37,12 +37,23 @@ async function request(path, options = {}) {
   return response;
 }
 
+const unanswered = new Set();
+
+/** Ask the server, and return its answer; `listen` waits for all of them before it leaves a server that ends. */
+function ask(path, options) {
+  const answer = request(path, options).then((response) => response.json());
+  unanswered.add(answer);
+  const forget = () => unanswered.delete(answer);
+  answer.then(forget, forget);
+  return answer;
+}
+
 const api = {
-  curves: async (run, first, last) => (await request(`curves?${new URLSearchParams({ run, first, last })}`)).json(),
-  documents: async (run) => (await request(`documents?${new URLSearchParams({ run })}`)).json(),
-  machines: async (run) => (await request(`machines?${new URLSearchParams({ run })}`)).json(),
-  runs: async () => (await request("runs")).json(),
-  open: async (run) => (await request(`open?${new URLSearchParams({ run })}`, { method: "POST" })).json(),
+  curves: (run, first, last) => ask(`curves?${new URLSearchParams({ run, first, last })}`),
+  documents: (run) => ask(`documents?${new URLSearchParams({ run })}`),
+  machines: (run) => ask(`machines?${new URLSearchParams({ run })}`),
+  runs: () => ask("runs"),
+  open: (run) => ask(`open?${new URLSearchParams({ run })}`, { method: "POST" }),
   stop: (run) => request(`stop?${new URLSearchParams({ run })}`, { method: "POST" }),
 };
 
@@ -87,7 +98,7 @@ function select(name) {
   views.get(name)?.redraw();
 }
 
-/** Handle the events of one connection; returns true if the server has said its last word. */
+/** Handle the events of one connection; returns true if the server has said its last word and answered what its last messages made the page ask. */
 async function listen() {
   const abort = new AbortController();
   let silence = setTimeout(() => abort.abort(), SILENCE_MS);
@@ -101,7 +112,12 @@ async function listen() {
       silence = setTimeout(() => abort.abort(), SILENCE_MS);
       const messages = (rest + part.value).split("\n\n");
       rest = messages.pop();
-      for (const message of messages) if (handle(message)) return true;
+      for (const message of messages) {
+        if (!handle(message)) continue;
+        await Promise.allSettled(unanswered);
+        abort.abort(); // the server waits for this end of the connection before it ends itself
+        return true;
+      }
     }
   } finally {
     clearTimeout(silence);
