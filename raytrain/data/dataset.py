@@ -15,7 +15,8 @@ from raytrain.config import ResolvedConfig, TrainConfig
 from raytrain.data.images.crop_box import Cropping
 from raytrain.data.images.fetch_and_decode import readable_images
 from raytrain.data.images.image_format import ImageFormat, ImageShape
-from raytrain.data.labels.label_file import LabelColumns, LabelTable, read_label_file
+from raytrain.data.labels.label_columns import LabelColumns
+from raytrain.data.labels.label_file import LabelTable, read_label_file
 from raytrain.data.labels.label_pattern import digest_of_pattern, table_by_pattern
 from raytrain.data.labels.labelled_images import labelled_parts
 from raytrain.data.labels.manifest import Manifest

@@ -25,16 +25,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from raytrain.data.labels.folders import composed, read_folders
-from raytrain.data.labels.label_file import (
-    KEY_COLUMNS,
-    LABEL_COLUMNS,
-    MOST_SPLITS,
-    NO_LABELS,
-    TEXT_TYPES,
-    LabelColumns,
-    as_text,
-    find_column,
-)
+from raytrain.data.labels.label_columns import MOST_SPLITS, NO_LABELS, TEXT_TYPES, LabelColumns, as_text, find_column
+from raytrain.data.labels.label_formats import KEY_COLUMNS, LABEL_COLUMNS
 from raytrain.data.labels.listing import SUFFIXES, is_hidden, why_left_out
 from raytrain.data.labels.part_names import is_part
 from raytrain.errors import UsageError, format_count

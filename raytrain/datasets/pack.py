@@ -23,7 +23,7 @@ from raytrain.data.blocks import string_array
 from raytrain.data.images.decode import shrink
 from raytrain.data.images.image_format import BadImage
 from raytrain.data.labels.folders import build_manifest
-from raytrain.data.labels.label_file import LabelColumns
+from raytrain.data.labels.label_columns import LabelColumns
 from raytrain.data.labels.listing import SUFFIXES
 from raytrain.data.labels.manifest import PACKED_INDEX, Manifest, Shrinking
 from raytrain.data.shards import assign_shards, encode_shard, is_shard_of, packed_manifest, shard_path

@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from raytrain.data.labels.label_file import KEY_COLUMNS, LABEL_COLUMNS, as_text, find_column
+from raytrain.data.labels.label_columns import as_text, find_column
+from raytrain.data.labels.label_formats import KEY_COLUMNS, LABEL_COLUMNS
 from raytrain.datasets.archives import IMAGE_COLUMNS, Archive, ArchivedImage, ArchivedImages, with_suffix
 from raytrain.errors import UsageError
 

@@ -19,15 +19,9 @@ import fsspec
 import numpy as np
 
 from raytrain.data.labels.folders import build_manifest, plain_booleans
-from raytrain.data.labels.label_file import (
-    JOINED,
-    METADATA,
-    LabelColumns,
-    LabelTable,
-    comparable_key,
-    own_label_table,
-    read_label_file,
-)
+from raytrain.data.labels.label_columns import JOINED, LabelColumns
+from raytrain.data.labels.label_file import LabelTable, comparable_key, own_label_table, read_label_file
+from raytrain.data.labels.label_formats import METADATA
 from raytrain.data.labels.label_pattern import table_by_pattern
 from raytrain.data.labels.labelled_images import check_keys, labelled
 from raytrain.data.labels.listing import is_hidden, lost_files, refuse_file

@@ -24,7 +24,8 @@ from rich.console import Console
 from raytrain.config import TrainConfig
 from raytrain.data.dataset import Dataset, open_dataset
 from raytrain.data.labels.folders import build_manifest
-from raytrain.data.labels.label_file import LabelColumns, read_label_file
+from raytrain.data.labels.label_columns import LabelColumns
+from raytrain.data.labels.label_file import read_label_file
 from raytrain.data.labels.manifest import list_images
 from raytrain.datasets.pack import pack
 from raytrain.datasets.upload import upload

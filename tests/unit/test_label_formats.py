@@ -10,7 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from raytrain.data.labels.label_file import JOINED, LabelColumns, read_label_file
+from raytrain.data.labels.label_columns import JOINED, LabelColumns
+from raytrain.data.labels.label_file import read_label_file
 from raytrain.errors import UsageError
 
 LABELS = {"a b.jpg": "007", "c.jpg": "7", "d/e.png": "007"}

@@ -21,7 +21,8 @@ from rich.console import Console
 
 from raytrain.data.images.fetch_and_decode import read_contents
 from raytrain.data.labels.folders import build_manifest
-from raytrain.data.labels.label_file import LabelColumns, read_label_file
+from raytrain.data.labels.label_columns import LabelColumns
+from raytrain.data.labels.label_file import read_label_file
 from raytrain.data.labels.labelled_images import labelled
 from raytrain.data.labels.manifest import list_images
 from raytrain.datasets.pack import PackResult, pack

@@ -18,7 +18,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from raytrain.config.data import check_label_pattern
-from raytrain.data.labels.label_file import LabelColumns, LabelTable, label_table
+from raytrain.data.labels.label_columns import LabelColumns
+from raytrain.data.labels.label_file import LabelTable, label_table
 from raytrain.data.labels.manifest import list_images
 from raytrain.errors import UsageError
 from raytrain.storage.store import Store

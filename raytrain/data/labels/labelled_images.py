@@ -14,7 +14,8 @@ import numpy as np
 from raytrain.config import TrainConfig
 from raytrain.data.labels.folders import build_manifest, build_manifests, check_classes, report_alike, top_folders
 from raytrain.data.labels.hold_out import HELD_OUT_FRACTION, check_can_split, hold_out, hold_out_fold
-from raytrain.data.labels.label_file import JOINED, LabelTable, own_label_table
+from raytrain.data.labels.label_columns import JOINED
+from raytrain.data.labels.label_file import LabelTable, own_label_table
 from raytrain.data.labels.listing import first_names
 from raytrain.data.labels.manifest import Manifest, list_images
 from raytrain.data.labels.part_names import HELD_OUT, PARTS, Part, is_held_out, names_of_parts, parts_among

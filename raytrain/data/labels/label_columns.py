@@ -1,0 +1,251 @@
+"""Columns of a label file, which people call by many names, and their values as texts and classes.
+
+The order is that in which a table is read. :func:`column_called` and :func:`split_column` find the columns, by their
+names or by their values; :func:`texts_of` makes texts of one; and :func:`labels_of` makes classes of the texts in the
+column, or columns, of labels. Archives with columns are read by the same rules.
+
+Several classes of one image are one text, sorted and joined by ``JOINED``, until labels become numbers.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import compress
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute
+
+from raytrain.data.labels.folders import BOOLEANS, composed
+from raytrain.data.labels.label_formats import KEY_COLUMNS, LABEL_COLUMNS
+from raytrain.data.labels.part_names import is_part, parts_among
+from raytrain.errors import UsageError, did_you_mean
+
+pc: Any = pyarrow.compute  # whose functions are made at import
+Texts = npt.NDArray[np.object_]
+
+JOINED = "\x1f"  # joins the classes of an image that may have several
+
+NO_LABELS = frozenset({"", "NaN", "nan", "<NA>", "N/A", "n/a", "#N/A", "null", "NULL", "None"})
+"""Texts that programs write in place of a missing value."""
+
+MOST_SPLITS = 20  # a column with as many different texts is about something else than splits
+TEXT_TYPES = (pa.string(), pa.large_string(), pa.string_view())
+
+_log = logging.getLogger("raytrain")
+_NAMES_OF_SPLITS = ("subset", "partition", "phase", "usage", "ml_use")  # read only if their values are train and test
+_NUMBER = re.compile(r"-?\d+(\.0)?")
+_FLAGS = {"0": "0", "1": "1", "0.0": "0", "1.0": "1", "false": "0", "true": "1"}
+
+
+@dataclass(frozen=True)
+class LabelColumns:
+    """Which columns of a label file are read; None means one of the usual names."""
+
+    key: str | None = None
+    label: tuple[str, ...] = ()  # several are classes, with 0 or 1 for each image
+    group: str | None = None  # None means that there are no groups
+    separator: str | None = None  # between the classes of an image in its label; None if it has one class
+
+
+def column_called(table: pa.Table, url: str, option: str, name: str | None, usual: Sequence[str] = ()) -> str:
+    """Return the column called ``name``, or by one of the ``usual`` names; log if several have a usual name.
+
+    Raises UsageError, which tells the user to give ``option``, if there is none.
+    """
+    column = find_column(table.column_names, name, usual)
+    if name is None and len(candidates := [column for column in table.column_names if column.lower() in usual]) > 1:
+        names = ", ".join(map(repr, candidates))
+        _log.warning("Of the columns %s of %s, %r is read; %s names another.", names, url, column, option.split(" ")[0])
+    if column is None:
+        lacking = (
+            f"no column {name!r}{did_you_mean(name, table.column_names)}" if name else f"none of {', '.join(usual)}"
+        )
+        raise UsageError(
+            f"The label file {url} has {lacking} among its columns {', '.join(table.column_names[:10])}; name the "
+            f"right one with {option}."
+        )
+    return column
+
+
+def find_column(present: Sequence[str], name: str | None, usual: Sequence[str]) -> str | None:
+    """Return the column called ``name``; without a name, the one with the first of the ``usual`` names, in any case.
+
+    Return None if there is none.
+
+    >>> find_column(["Path", "Class"], None, LABEL_COLUMNS)
+    'Class'
+    """
+    if name is not None:
+        return next((column for column in present if composed(column) == composed(name)), None)
+    return next((column for wanted in usual for column in present if column.lower() == wanted), None)
+
+
+def split_column(table: pa.Table, url: str, columns: LabelColumns) -> str | None:
+    """Return the column that says which images are held out: split, or one with values such as train and test.
+
+    Return None without such a column; raise UsageError if there are several. Log columns that look like one but are
+    not read.
+    """
+    label = find_column(table.column_names, next(iter(columns.label), None), LABEL_COLUMNS)
+    key = find_column(table.column_names, columns.key, KEY_COLUMNS)
+    other_columns = [
+        (name, column) for name, column in zip(table.column_names, table.columns, strict=True) if name != label
+    ]
+
+    # A column called split is the one. Otherwise, look for one with few different values, some of which mean training
+    # images and some held-out ones. Up to half of the values may mean neither, such as extra or unassigned: rows with
+    # these are counted, and not used. In the column of keys, all must, because names of files may be anything.
+    named_split = [name for name, _ in other_columns if name.lower() == "split"]
+    split_columns, doubtful = list(named_split), list[str]()
+    for name, column in () if named_split else other_columns:
+        is_text = column.type in TEXT_TYPES or pa.types.is_dictionary(column.type)
+        distinct = column.cast(pa.string()).unique() if is_text else ()
+        if len(distinct) >= MOST_SPLITS:
+            continue
+        values = {str(value).strip() for value in distinct} - NO_LABELS
+        parts = set(parts_among(values))
+        if not parts:
+            continue
+        if parts == values or (name != key and 2 * len(parts) >= len(values)):
+            split_columns.append(name)
+        elif name != key:
+            doubtful.append(name)
+    if len(split_columns) > 1:
+        raise UsageError(
+            f"The columns {', '.join(map(repr, split_columns))} of the label file {url} all say the split; "
+            "call the right one split."
+        )
+    if split_columns:
+        if not named_split:
+            _log.warning("The column %r of %s says the split into training and held-out images.", split_columns[0], url)
+        return split_columns[0]
+
+    # Without such a column, tell whoever meant one to be it that it is not read.
+    for name, _ in other_columns:
+        if is_part(name) or name.lower() in _NAMES_OF_SPLITS or name in doubtful:
+            _log.warning(
+                "The column %r of %s is not read; a column split with train, validation and test would be.", name, url
+            )
+    return None
+
+
+def texts_of(table: pa.Table, url: str, name: str, *, may_be_lists: bool = False) -> pa.ChunkedArray:
+    """Return a column as composed texts without surrounding blanks; a missing value is empty.
+
+    If it ``may_be_lists``, a list becomes one text, in which each item ends in JOINED. Raises UsageError if the values
+    cannot be text.
+    """
+    if table.column_names.count(name) > 1:
+        raise UsageError(f"The label file {url} has {table.column_names.count(name)} columns {name!r}; rename one.")
+    # Arrow makes texts of numbers and booleans. Lists and records need words of our own.
+    column = table[name]
+    kinds_of_lists = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+    are_lists = any(is_kind(column.type) for is_kind in kinds_of_lists)
+    try:
+        if may_be_lists and are_lists:
+            lists = column.cast(pa.list_(pa.string())).to_pylist()
+            return pa.chunked_array(
+                [["".join(f"{composed(text.strip())}{JOINED}" for text in row or () if text) for row in lists]]
+            )
+        text = as_text(column)
+    except pa.ArrowNotImplementedError:
+        records = "records" if pa.types.is_struct(column.type) else f"values of type {column.type}"
+        raise UsageError(
+            f"The column {name!r} of {url} holds {'lists' if are_lists else records}, and one text or number per row "
+            "is expected; an image with several classes has a column of 0 and 1 for each (--label-column), or one text "
+            "such as cat|dog (--label-separator)."
+        ) from None
+    except pa.ArrowInvalid:
+        raise UsageError(f"The column {name!r} of {url} holds bytes that are not text in UTF-8; correct it.") from None
+
+    # Make one text of what programs write in several ways: é as one character or two, and True, TRUE or true.
+    text = pc.utf8_normalize(pc.utf8_trim_whitespace(text.fill_null("")), form="NFC")
+    is_flag = pc.is_in(text, pa.array(BOOLEANS))
+    if pc.any(is_flag).as_py() and pc.all(pc.or_(is_flag, pc.is_in(text, pa.array(sorted(NO_LABELS))))).as_py():
+        text = pc.if_else(is_flag, pc.utf8_lower(text), text)
+    return text
+
+
+def as_text(column: Any) -> Any:
+    """Return an Arrow array as texts; raise pa.ArrowNotImplementedError or pa.ArrowInvalid if that is impossible."""
+    if pa.types.is_dictionary(column.type):
+        column = column.cast(column.type.value_type)
+    return column.cast(pa.string())
+
+
+def labels_of(table: pa.Table, url: str, columns: LabelColumns) -> list[str]:
+    """Return the label of each row: a class, or sorted classes joined by JOINED; empty if it has none.
+
+    Raises UsageError if a column of labels is missing, or its values are not of the kind that ``columns`` asks for.
+    """
+    # A column of 0 and 1 for each class.
+    if len(columns.label) > 1:
+        name, count = Counter(map(composed, columns.label)).most_common(1)[0]
+        if count > 1:
+            raise UsageError(f"--label-column names {name!r} {count} times; name each class once.")
+        flags_of_classes: list[Texts] = []
+        for name in columns.label:
+            texts = texts_of(table, url, column_called(table, url, "--label-column", name)).to_pylist()
+            flags = np.array([_FLAGS.get(value.lower(), "") for value in texts], object)
+            if wrong := int((flags == "").sum()):
+                raise UsageError(
+                    f"{wrong:,} of {len(flags):,} rows of {url} have neither 0 nor 1 in the column {name!r}; correct "
+                    "them, or name one --label-column."
+                )
+            flags_of_classes.append(flags)
+        rows = zip(*flags_of_classes, strict=True)
+        classes = list(map(composed, columns.label))
+        return [JOINED.join(sorted(compress(classes, (flag == "1" for flag in row)))) for row in rows]
+
+    # One column, with one class for each image.
+    option = "--label-column (or several, of 0 and 1)"
+    name = column_called(table, url, option, next(iter(columns.label), None), LABEL_COLUMNS)
+    labels: list[str] = texts_of(table, url, name, may_be_lists=True).to_pylist()
+    if columns.separator is None:
+        return _single_labels(labels, url)
+
+    # One column, with several classes: a list, or a text that may look like a list of Python.
+    several: list[list[str]] = []
+    for label in labels:
+        if JOINED in label:
+            several.append(label.removesuffix(JOINED).split(JOINED))
+        else:
+            text = "" if label in NO_LABELS else label.strip("[]")
+            several.append([name for part in text.split(columns.separator) if (name := part.strip(" '\""))])
+    if len(several[0]) > 1 and all(len(names) == len(several[0]) and {*names} <= _FLAGS.keys() for names in several):
+        raise UsageError(
+            f"Each label in the column {name!r} of {url} has {len(several[0]):,} numbers 0 or 1, which do not say the "
+            "classes that they stand for; write a column for each class, and name these with --label-column."
+        )
+    return [JOINED.join(sorted(set(names))) for names in several]
+
+
+def _single_labels(labels: Sequence[str], url: str) -> list[str]:
+    """Return the class in each label, empty for a text that means "no label"; log how many of these there are.
+
+    Raises UsageError if a label is a list of several.
+    """
+    # Each item of a list ends in JOINED (see texts_of), and a list of one item is as good as a text.
+    if several := sum(label.count(JOINED) > 1 for label in labels):
+        raise UsageError(
+            f"{several:,} of {len(labels):,} rows of {url} have a list of several labels; give --label-separator , if "
+            "images may have several classes, or leave one label for each."
+        )
+
+    # Among classes that are all numbers, -1 means "no label", too; among other classes it may be one.
+    labels = [label.removesuffix(JOINED) for label in labels]
+    no_labels, present = NO_LABELS, set(labels) - NO_LABELS
+    if present and all(_NUMBER.fullmatch(label) for label in present):
+        labels = [label.removesuffix(".0") for label in labels]  # as pandas writes integers with gaps
+        no_labels |= {"-1"}
+    if counts := Counter(label or "empty" for label in labels if label in no_labels):
+        counted_texts = ", ".join(f"{count:,} {text}" for text, count in counts.items())
+        _log.warning("Rows of %s without a label are not used: %s (%s).", url, f"{counts.total():,}", counted_texts)
+    return ["" if label in no_labels else label for label in labels]
