@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from raytrain.data.labels.label_columns import as_text, find_column
 from raytrain.data.labels.label_formats import KEY_COLUMNS, LABEL_COLUMNS
-from raytrain.datasets.archives import IMAGE_COLUMNS, Archive, ArchivedImage, ArchivedImages, with_suffix
+from raytrain.datasets.archive import IMAGE_COLUMNS, Archive, ArchivedImage, ArchivedImages, with_suffix
 from raytrain.errors import UsageError
 
 RAY_DATASET = "ray.data.Dataset"

@@ -27,8 +27,10 @@ from raytrain.data.labels.labelled_images import check_keys, labelled
 from raytrain.data.labels.listing import is_hidden, lost_files, refuse_file
 from raytrain.data.labels.manifest import PACKED_INDEX, Manifest, list_images
 from raytrain.data.labels.part_names import is_held_out, is_training
-from raytrain.datasets.archives import ARCHIVE_SUFFIXES, Archive, ArchivedImage, is_archive, visible_path
+from raytrain.datasets.archive import ARCHIVE_SUFFIXES, TAR_SUFFIXES, Archive, ArchivedImage, is_archive, visible_path
+from raytrain.datasets.parquet_archive import ParquetArchive
 from raytrain.datasets.ray_dataset import RAY_DATASET, RayDatasetRows, Rows
+from raytrain.datasets.tar_archive import TarArchive
 from raytrain.errors import UsageError, format_count
 from raytrain.storage.folder import explain_os_error
 from raytrain.storage.open import open_store
@@ -39,7 +41,6 @@ if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
 _log = logging.getLogger("raytrain")
-_TAR_SUFFIXES = tuple(suffix for suffix in ARCHIVE_SUFFIXES if suffix != ".parquet")
 _DESCRIPTION_SUFFIXES = (".md", ".json", ".txt", ".py", ".yaml")
 
 
@@ -53,7 +54,7 @@ class Labelling:
     split: str | None = None  # the value of the column ``split`` whose images are taken; required if there are several
     max_bad_fraction: float = 0.01  # fraction of a label file's keys that may have no image
     pattern: str | None = None  # finds the labels in the names of files; see raytrain.data.labels.label_pattern
-    image_suffix: str | None = None  # see :class:`raytrain.datasets.archives.Archive`
+    image_suffix: str | None = None  # see :class:`~raytrain.datasets.tar_archive.TarArchive`
 
 
 @contextmanager
@@ -78,7 +79,7 @@ def labelled_source(source: str | Rows, labels: Labelling) -> Iterator[tuple[Sto
         source, archives = RAY_DATASET, [RAY_DATASET]
 
     # Archives are unpacked into files, with a table of their labels.
-    if labels.image_suffix is not None and not any(archive.lower().endswith(_TAR_SUFFIXES) for archive in archives):
+    if labels.image_suffix is not None and not any(archive.lower().endswith(TAR_SUFFIXES) for archive in archives):
         raise UsageError(
             f"--image-suffix is {labels.image_suffix}, which names an image of each sample in a tar of WebDataset, and "
             f"{source} is none; leave it out."
@@ -263,7 +264,12 @@ def _open_archives(source: str, archives: Sequence[str], labels: Labelling) -> l
         with _explained(path), files.open(path, "rb") as file:
             yield cast(IO[bytes], file)
 
-    readers = [Archive(path, labels.columns, labels.image_suffix) for path in archives]
+    readers: list[Archive] = [
+        ParquetArchive(path, labels.columns)
+        if path.lower().endswith(".parquet")
+        else TarArchive(path, labels.columns, image_suffix=labels.image_suffix)
+        for path in archives
+    ]
     return list(zip(folders, readers, map(opened, archives), strict=True))
 
 
