@@ -1,4 +1,4 @@
-"""Checks that all workers have the same tensors, names and metrics, and gives them the weights of worker 0.
+"""Checks that all workers have the same tensors, names and metrics.
 
 If training is correct, all workers have the same weights after each step, call the run equally often, and log the same
 names. Comparing the weights themselves would take as much traffic as the gradients, so digests are compared: four sums
@@ -24,18 +24,6 @@ from raytrain.runs.metric_row import OWN_COLUMNS
 _NOT_A_NUMBER, _INFINITE = 2e299, 1e300  # stand for NaN and infinity in sums that are compared
 _PIECE = 6 * 2**20  # elements; a multiple of 2 and 3, as sums are also of every second and every third one
 _ROUNDINGS = 16  # rounding errors by which a tensor may differ after a step, relative to its norm
-
-
-def broadcast_weights(model: nn.Module) -> None:
-    """Give ``model`` the parameters and buffers that it has on worker 0."""
-    tensors = [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
-    rows = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]  # as bytes, so that one broadcast suffices
-    if not rows:
-        return
-    together = torch.cat(rows)
-    dist.broadcast(together, src=0)
-    for tensor, row in zip(tensors, together.split([len(row) for row in rows]), strict=True):
-        tensor.copy_(row.clone().view(tensor.dtype).view(tensor.shape))  # cloned, so that its address is aligned
 
 
 def find_not_on_all(tensors: Mapping[str, Tensor], world_size: int) -> list[str]:

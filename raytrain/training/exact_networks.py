@@ -1,10 +1,10 @@
-"""Networks whose batch norm, dropout and gradients are those of all workers, in a run or in any process group of torch.
+"""Networks whose weights, batch norm, dropout and gradients are those of all workers, in any process group of torch.
 
 ``run.prepare`` and ``raytrain.parallel`` change a network in place, by :class:`ExactNetworks`:
 
 1. Its batch norm and dropout layers get other classes. These join the statistics of all workers, and draw random
    numbers that belong to a sample and not to a worker.
-2. It gets the weights of worker 0.
+2. It gets the weights of worker 0, by :func:`broadcast_weights`.
 3. :class:`~raytrain.training.gradients.ExactGradients` follows its parameters, and sums their gradients over the
    workers during each backward, worker j's with the weight m_j / M: it has m_j of the M images of the global batch.
 
@@ -21,12 +21,12 @@ from types import FunctionType, ModuleType
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from raytrain.data.plan.permutation import mix
 from raytrain.errors import UsageError
 from raytrain.training import batchnorm, dropout, images_of_tensors
-from raytrain.training.agreement import broadcast_weights
 from raytrain.training.gradients import ExactGradients
 from raytrain.training.protocols import Worker
 
@@ -174,6 +174,18 @@ class ExactNetworks:
         """Update the running statistics of aggregated batch norm from all workers' images since the last time."""
         for layers in self._layers.values():
             batchnorm.update_running_statistics(layers)
+
+
+def broadcast_weights(model: nn.Module) -> None:
+    """Give ``model`` the parameters and buffers that it has on worker 0."""
+    tensors = [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
+    rows = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]  # as bytes, so that one broadcast suffices
+    if not rows:
+        return
+    together = torch.cat(rows)
+    dist.broadcast(together, src=0)
+    for tensor, row in zip(tensors, together.split([len(row) for row in rows]), strict=True):
+        tensor.copy_(row.clone().view(tensor.dtype).view(tensor.shape))  # cloned, so that its address is aligned
 
 
 class BeforeForward:
