@@ -20,7 +20,8 @@ from raytrain.data.labels.listing import SUFFIXES
 from raytrain.data.labels.manifest import open_packed
 from raytrain.diagnostics.network_probe import Interface, interface_of, python_with_all_gpus
 from raytrain.errors import RaytrainError, StorageError, UsageError
-from raytrain.launch.placement import Gpu, fastest_precision, gpus
+from raytrain.launch.gpus import Gpu, gpus
+from raytrain.launch.placement import fastest_precision
 from raytrain.launch.ray.connection import Connection, uses_cluster
 from raytrain.launch.ray.nodes import ClusterNode, run_on_each_node
 from raytrain.loader.machine import cores

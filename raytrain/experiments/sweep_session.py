@@ -30,8 +30,9 @@ from raytrain.experiments.trial_results import (
 )
 from raytrain.experiments.trial_run import EarlyStopping, Judge, TrialRun
 from raytrain.experiments.trials import PLAN, Sweep, Trial, as_typed, num_digits, trial_of, trials_of, write_sweep
+from raytrain.launch.gpus import gpus
 from raytrain.launch.notification import Notification, notify_target
-from raytrain.launch.placement import Placement, device_kind, gpus
+from raytrain.launch.placement import Placement, device_kind
 from raytrain.launch.prepare import Loop, PreparedRun, RunGroup, check_budget
 from raytrain.monitor.cost import CostMeter
 from raytrain.monitor.document_writer import DocumentWriter

@@ -34,7 +34,7 @@ from raytrain.data.images.decode import read_header
 from raytrain.data.images.fetch_and_decode import read_contents, require_bytes
 from raytrain.data.images.image_format import BadImage
 from raytrain.errors import StorageError, flag
-from raytrain.launch.placement import gpus
+from raytrain.launch.gpus import gpus
 from raytrain.recipes import auto, cifar10_fast
 from raytrain.training.weights_source import DEFAULT, check_downloads
 

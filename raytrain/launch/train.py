@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING, Any
 from raytrain.config import TrainConfig
 from raytrain.config.values import Location
 from raytrain.errors import CoordinatorLost, TrainingFailed, UsageError
+from raytrain.launch.gpus import visible_gpus
 from raytrain.launch.option_checks import check_options
-from raytrain.launch.placement import Hardware, check_room, machine_hardware, visible_gpus
+from raytrain.launch.placement import Hardware, check_room, machine_hardware
 from raytrain.launch.prepare import TrainRequest, already_trained, prepare, settle_options
 from raytrain.launch.ray.connection import Connection
 from raytrain.launch.session import RunSession

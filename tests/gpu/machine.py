@@ -9,7 +9,8 @@ from unittest.mock import patch
 
 import torch
 
-from raytrain.launch.placement import fastest_precision, gpus, machine_hardware
+from raytrain.launch.gpus import gpus
+from raytrain.launch.placement import fastest_precision, machine_hardware
 from raytrain.loader.machine import cores
 from raytrain.runs.machine_history import MachineUse
 from raytrain.training import machine_meter

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pynvml
 import pytest
 
-from raytrain.launch.placement import Gpu
+from raytrain.launch.gpus import Gpu
 
 
 def install(monkeypatch: pytest.MonkeyPatch, gpus: Sequence[Gpu]) -> None:

@@ -27,7 +27,8 @@ from raytrain.diagnostics.doctor import DoctorReport, Finding, diagnose
 from raytrain.diagnostics.node_probe import Disk, Node, ProbeRequest, probe_node
 from raytrain.display.diagnostics_tables import doctor_page
 from raytrain.errors import UsageError
-from raytrain.launch.placement import Gpu, Hardware
+from raytrain.launch.gpus import Gpu
+from raytrain.launch.placement import Hardware
 from raytrain.launch.ray import private_api
 from raytrain.launch.ray.nodes import ClusterNode, run_on_each_node
 from raytrain.storage.open import open_store

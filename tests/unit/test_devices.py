@@ -14,7 +14,7 @@ from raytrain.config import TrainConfig
 from raytrain.diagnostics.node_probe import Node, ProbeRequest, probe_node
 from raytrain.display.diagnostics_tables import devices_page
 from raytrain.errors import UsageError
-from raytrain.launch.placement import Gpu, gpus
+from raytrain.launch.gpus import Gpu, gpus
 from raytrain.launch.ray import connection
 from raytrain.launch.ray.connection import Connection
 from tests.helpers import fake_nvml

@@ -10,7 +10,8 @@ import pytest
 
 from raytrain import TrainConfig, UsageError
 from raytrain.launch import placement
-from raytrain.launch.placement import Gpu, Hardware, place
+from raytrain.launch.gpus import Gpu
+from raytrain.launch.placement import Hardware, place
 from raytrain.launch.ray import nodes
 from raytrain.loader import machine
 

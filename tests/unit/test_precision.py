@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from raytrain.launch import placement as fastest
-from raytrain.launch.placement import Gpu
+from raytrain.launch.gpus import Gpu
 from raytrain.launch.prepare import prepare, settle_options
 from raytrain.launch.ray import nodes
 from raytrain.launch.ray.nodes import ClusterNode, NodeResult

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from raytrain.errors import UsageError, current_folder
-from raytrain.launch.placement import visible_gpus
+from raytrain.launch.gpus import visible_gpus
 from raytrain.launch.ray.fork_client import keep_server, py_executable
 from raytrain.launch.ray.head_queries import head_answers, raylet_answers
 from raytrain.launch.ray.own_cluster import LocalCluster, lean_imports
