@@ -13,7 +13,7 @@ from rich.text import Text
 from raytrain.display.console import PlainConsole
 from raytrain.display.dashboard import dashboard
 from raytrain.monitor.snapshot import Snapshot
-from raytrain.runs.background import Throttle
+from raytrain.runs.background_and_throttle import Throttle
 from raytrain.runs.metrics_history import sample_of_rows
 
 if TYPE_CHECKING:

@@ -38,7 +38,7 @@ from raytrain.monitor.cost import CostMeter
 from raytrain.monitor.document_writer import DocumentWriter
 from raytrain.monitor.snapshot import Snapshot
 from raytrain.monitor.stop_request import StopSignals
-from raytrain.runs.background import Background
+from raytrain.runs.background_and_throttle import Background
 from raytrain.runs.documents import STUDY, SUMMARY, write_json
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.metrics_history import read_metrics

@@ -37,7 +37,7 @@ from raytrain.monitor.cost import CostMeter
 from raytrain.monitor.document_writer import DocumentWriter, progress_of
 from raytrain.monitor.events import DocumentLost, Note, ProvenanceChanged
 from raytrain.monitor.snapshot import START, Snapshot
-from raytrain.runs.background import Background
+from raytrain.runs.background_and_throttle import Background
 from raytrain.runs.checkpoint_files import newest_checkpoint
 from raytrain.runs.documents import PROVENANCE
 from raytrain.runs.logs import print_line

@@ -11,7 +11,7 @@ from raytrain.config import TrainConfig
 from raytrain.errors import StorageError
 from raytrain.monitor.snapshot import Snapshot
 from raytrain.monitor.stop_request import read_stop_request
-from raytrain.runs.background import Throttle
+from raytrain.runs.background_and_throttle import Throttle
 from raytrain.runs.checkpoint_files import newest_checkpoint
 from raytrain.runs.documents import CONFIG, MACHINE_HISTORY, STOP_REQUEST, SUMMARY, write_config, write_json
 from raytrain.runs.machine_history import MEASURE_EVERY_S, MachineHistory, read_machine_history, write_machines

@@ -14,7 +14,7 @@ from tensorboardX import SummaryWriter
 from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue] ; made at import
 from tensorboardX.summary import hparams
 
-from raytrain.runs.background import Throttle
+from raytrain.runs.background_and_throttle import Throttle
 from raytrain.storage.temporary_files import TemporaryFolder
 from raytrain.trackers.pictures import Pixels, contact_sheet
 from raytrain.trackers.tracker import TrackedRun

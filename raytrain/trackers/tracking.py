@@ -25,7 +25,7 @@ from raytrain.config import TrainConfig
 from raytrain.errors import RaytrainError
 from raytrain.monitor.events import Event, TrackerFailed, TrackerOpened
 from raytrain.monitor.snapshot import Snapshot
-from raytrain.runs.background import Throttle
+from raytrain.runs.background_and_throttle import Throttle
 from raytrain.runs.documents import TRACKERS, known_fields, read_json, run_store, write_json
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.outcome import StopReason, TrainResult

@@ -29,7 +29,7 @@ from pathlib import Path, PurePosixPath
 
 from raytrain.errors import RaytrainError
 from raytrain.monitor.events import DocumentLost, Event, Note
-from raytrain.runs.background import Throttle
+from raytrain.runs.background_and_throttle import Throttle
 from raytrain.runs.documents import FILES
 from raytrain.storage.store import Store
 from raytrain.storage.temporary_files import TemporaryFolder

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from raytrain.runs.background import Background
+from raytrain.runs.background_and_throttle import Background
 from tests.helpers.waiting import wait_for
 
 WAIT_S = 60.0

@@ -17,7 +17,7 @@ from raytrain.launch.placement import Hardware, Placement, available_workers, de
 from raytrain.launch.ray.head_queries import autoscaler_problems, head_answers, num_waiting_tasks
 from raytrain.launch.ray.nodes import cluster_hardware, worker_resources
 from raytrain.monitor.events import Event, HeadBack, HeadSilent, ReadersWait
-from raytrain.runs.background import Background, Throttle
+from raytrain.runs.background_and_throttle import Background, Throttle
 from raytrain.runs.redact import one_line
 
 _log = logging.getLogger("raytrain")

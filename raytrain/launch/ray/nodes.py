@@ -18,7 +18,7 @@ from raytrain.errors import UsageError
 from raytrain.launch.placement import Hardware, fastest_precision
 from raytrain.launch.ray.head_queries import object_store_use
 from raytrain.loader.machine import gpu_decoder_problem
-from raytrain.runs.background import Background, Throttle
+from raytrain.runs.background_and_throttle import Background, Throttle
 from raytrain.runs.machine_history import MEASURE_EVERY_S, MachineUse
 from raytrain.storage.store import Store
 

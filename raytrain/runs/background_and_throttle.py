@@ -1,4 +1,4 @@
-"""Calls to storage in the background, and limits on how often something is done."""
+"""Calls in the background, one at a time, and a throttle, which limits how often something is done."""
 
 from __future__ import annotations
 
