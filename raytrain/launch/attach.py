@@ -472,7 +472,7 @@ class MessageReporter:
 
 
 class AttachedLaunch:
-    """The :class:`raytrain.launch.session.Launch` of a run whose workers are running already. It lives in process 0."""
+    """A :class:`~raytrain.launch.launch_protocol.Launch` of workers that run already. It lives in process 0."""
 
     ends_workers = False
 
