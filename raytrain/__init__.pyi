@@ -16,7 +16,7 @@ from .errors import StorageError as StorageError
 from .errors import TrainingFailed as TrainingFailed
 from .errors import UsageError as UsageError
 from .experiments.compare import compare as compare
-from .experiments.trial_results import SweepResult as SweepResult
+from .experiments.sweep_result import SweepResult as SweepResult
 from .inference.classifier import Classifier as Classifier
 from .inference.classifier import load as load
 from .inference.evaluate import evaluate as evaluate

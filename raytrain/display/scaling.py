@@ -16,7 +16,7 @@ from raytrain.display.curves import GREY, plain_axes, side_by_side, titled_figur
 from raytrain.display.run_tables import rows_table
 from raytrain.errors import format_count, option_name
 from raytrain.experiments.scaling import Scaling, Size, curve
-from raytrain.experiments.trial_results import SweepResult
+from raytrain.experiments.sweep_result import SweepResult
 from raytrain.experiments.trials import as_typed, shown
 
 if TYPE_CHECKING:

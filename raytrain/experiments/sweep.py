@@ -20,8 +20,9 @@ from raytrain.errors import UsageError
 from raytrain.experiments.optuna_study import check_optuna
 from raytrain.experiments.scaling import Compared
 from raytrain.experiments.search_space import Pruner, Sampler
+from raytrain.experiments.sweep_result import SweepResult
 from raytrain.experiments.sweep_session import SweepSession, SweepView
-from raytrain.experiments.trial_results import SweepResult, is_over, stored_result
+from raytrain.experiments.trial_results import is_over, stored_result
 from raytrain.experiments.trials import (
     Sweep,
     Trial,

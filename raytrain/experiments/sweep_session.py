@@ -20,14 +20,8 @@ from raytrain.errors import RaytrainError, StorageError, TrainingFailed, UsageEr
 from raytrain.experiments.optuna_study import SweepStudy
 from raytrain.experiments.scaling import Compared, Scaling, Size, default_target, scaling
 from raytrain.experiments.search_space import Point, parse
-from raytrain.experiments.trial_results import (
-    SweepResult,
-    SweepSnapshot,
-    best_first,
-    is_over,
-    mean_of_folds,
-    message_of_sweep,
-)
+from raytrain.experiments.sweep_result import SweepResult, SweepSnapshot, mean_of_folds, message_of_sweep
+from raytrain.experiments.trial_results import best_first, is_over
 from raytrain.experiments.trial_run import EarlyStopping, Judge, TrialRun
 from raytrain.experiments.trials import PLAN, Sweep, Trial, as_typed, num_digits, trial_of, trials_of, write_sweep
 from raytrain.launch.gpus import gpus

@@ -12,7 +12,7 @@ import pytest
 
 import raytrain
 from raytrain import TrainConfig
-from raytrain.experiments.trial_results import SweepSnapshot
+from raytrain.experiments.sweep_result import SweepSnapshot
 from raytrain.monitor.stop_request import StopSignals
 from raytrain.runs.documents import run_store
 from raytrain.runs.metrics_history import read_metrics

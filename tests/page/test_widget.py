@@ -60,7 +60,8 @@ with View(CONSOLE) as view:
         view.update(snapshot([step_row(step)], first_row=step - 1, step=step, num_steps=50))
 """
 TRIALS = """
-from raytrain.experiments.trial_results import SweepSnapshot, TrialResult
+from raytrain.experiments.sweep_result import SweepSnapshot
+from raytrain.experiments.trial_results import TrialResult
 with View(CONSOLE) as view:
     for epoch in range(1, 50):
         trial = TrialResult(name="rates-00", values={}, run_dir="", status="running", epoch=epoch, num_epochs=50)

@@ -13,7 +13,8 @@ from raytrain.config import TrainConfig
 from raytrain.data.dataset import Dataset, open_dataset
 from raytrain.data.labels.hold_out import hold_out_fold
 from raytrain.errors import UsageError
-from raytrain.experiments.trial_results import TrialResult, mean_of_folds
+from raytrain.experiments.sweep_result import mean_of_folds
+from raytrain.experiments.trial_results import TrialResult
 from raytrain.recipes import custom
 from raytrain.runs.documents import read_config, run_store
 from tests.helpers.small_runs import make_images

@@ -12,7 +12,7 @@ import raytrain
 from raytrain.display import rate as display_rate
 from raytrain.display import sweep as display_sweep
 from raytrain.display import train as display_train
-from raytrain.experiments.trial_results import SweepResult
+from raytrain.experiments.sweep_result import SweepResult
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from raytrain import TrainConfig, UsageError
 from raytrain.errors import TrainingFailed
 from raytrain.experiments import sweep as sweep_module
 from raytrain.experiments import trial_run
-from raytrain.experiments.trial_results import SweepSnapshot
+from raytrain.experiments.sweep_result import SweepSnapshot
 from raytrain.launch.placement import Hardware
 from raytrain.launch.prepare import TrainRequest
 from raytrain.monitor.monitor import RunMonitor

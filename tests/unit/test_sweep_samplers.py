@@ -23,7 +23,8 @@ from raytrain.experiments import sweep as sweep_module
 from raytrain.experiments import trial_run
 from raytrain.experiments.optuna_study import SweepStudy
 from raytrain.experiments.search_space import parse
-from raytrain.experiments.trial_results import SweepResult, is_stopped_early
+from raytrain.experiments.sweep_result import SweepResult
+from raytrain.experiments.trial_results import is_stopped_early
 from raytrain.experiments.trials import PLAN, names_of, plan_sweep, read_sweep
 from raytrain.launch.placement import Hardware
 from raytrain.launch.prepare import TrainRequest

@@ -12,7 +12,8 @@ import pytest
 from rich.console import Console, RenderableType
 
 from raytrain.display.sweep import SweepTerminalView, live_table, sweep_figure, sweep_page
-from raytrain.experiments.trial_results import SweepResult, SweepSnapshot, TrialResult
+from raytrain.experiments.sweep_result import SweepResult, SweepSnapshot
+from raytrain.experiments.trial_results import TrialResult
 from raytrain.recipes import custom
 from tests.helpers.stored_runs import make_run
 

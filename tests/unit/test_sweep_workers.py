@@ -22,7 +22,7 @@ from raytrain import TrainConfig, UsageError
 from raytrain.display.sweep import sweep_figure, sweep_page
 from raytrain.experiments import sweep as sweep_module
 from raytrain.experiments import trial_run
-from raytrain.experiments.trial_results import SweepResult, SweepSnapshot
+from raytrain.experiments.sweep_result import SweepResult, SweepSnapshot
 from raytrain.launch.placement import Hardware
 from raytrain.launch.prepare import TrainRequest
 from raytrain.monitor.monitor import RunMonitor
