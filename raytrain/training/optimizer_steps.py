@@ -152,7 +152,9 @@ class OptimizerSteps:
         return tensors
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Prepare a step of ``optimizer``; return arguments and options that replace those of the step, or None.
+        """Prepare a step of ``optimizer``; torch calls this before each step of each optimizer.
+
+        Return arguments and options that replace those of the step, or None. ``args[0]`` is the optimizer itself.
 
         Raises UsageError if checkpoints lack the optimizer, its scheduler or the weights that it trains, and, in a
         search for a learning rate, if its first rate is 0.
@@ -160,54 +162,68 @@ class OptimizerSteps:
         # Steps before the first batch, and of what is in no prepared network, are none of the run's.
         if self._step is None or not self._trains(optimizer):
             return None
-        if not self._state.holds(optimizer):
-            raise UsageError(
-                f"The loop steps a {type(optimizer).__name__} that no checkpoint would hold, so a resumed run would "
-                "lose its state; give it to run.prepare before the first batch."
-            )
-        # torch marks the step of an optimizer that has a scheduler.
-        if hasattr(optimizer.step, "_wrapped_by_lr_sched") and not self._state.holds_scheduler(optimizer):
-            raise UsageError(
-                "The optimizer has a scheduler that no checkpoint would hold, so a resumed run would begin it again; "
-                "give it to run.prepare, too."
-            )
-
+        self._check_in_checkpoints(optimizer)
         self._state.load_added_groups(optimizer)
 
         # Gradients must be those of the global batch by now, also those that a loop has kept on the worker.
         self._models.gradients.sum_deferred()
         self._models.check_trained_by(optimizer)
 
-        # A search for a learning rate sets the rate of the first group; other groups keep their ratio to it.
+        # Set the learning rates before they are noted for the history.
         if self._config.is_range_test:
-            first_rates = self._first_rates.setdefault(optimizer, [])
-            new = optimizer.param_groups[len(first_rates) :]  # a loop may add groups as it goes on
-            first_rates += [float(group.get("initial_lr", group["lr"])) for group in new]
-            if not first_rates[0]:
-                raise UsageError("The first group of the optimizer starts with a learning rate of 0; start above 0.")
-            rate = rising_rate(self._config, self._step, self._num_steps)
-            for group, first_rate in zip(optimizer.param_groups, first_rates, strict=True):
-                group["lr"] = rate * first_rate / first_rates[0]
+            self._set_rising_rates(optimizer, self._step)
+        self._note_rates(optimizer, self._step)
 
-        # Note the learning rates, after those of other optimizers in this batch. A rate may be a tensor, which a
-        # scheduler changes in place, so it is copied; reading it now would wait for the device.
-        rates = [group["lr"] for group in optimizer.param_groups if "lr" in group]
-        rates_of_others = self._rates if self._rates_step == self._step else []
-        self._rates = [*rates_of_others, *(rate.clone() if isinstance(rate, Tensor) else rate for rate in rates)]
-        self._rates_step = self._step
-
-        # Autocast is for the networks' computations: a step in 16 bits would lose small changes.
+        # Autocast is for the networks' computations: a step in 16 bits would lose small changes. _after restores it.
         device_type = self._worker.device.type
         self._autocast_before.append(torch.is_autocast_enabled(device_type))
         torch.set_autocast_enabled(device_type, False)
 
         # A closure returns the loss of this worker's images. The optimizer gets a closure that returns the loss of the
-        # global batch instead. args[0] is the optimizer itself.
+        # global batch instead, in the same place: as the first argument, or by name.
         if len(args) > 1 and callable(args[1]):
             return (args[0], partial(self._joined_loss, args[1]), *args[2:]), options
         if callable(options.get("closure")):
             return args, {**options, "closure": partial(self._joined_loss, options["closure"])}
         return None
+
+    def _check_in_checkpoints(self, optimizer: Optimizer) -> None:
+        """Raise UsageError if checkpoints lack the state of ``optimizer``, or of a scheduler that it has."""
+        if not self._state.holds(optimizer):
+            raise UsageError(
+                f"The loop steps a {type(optimizer).__name__} that no checkpoint would hold, so a resumed run would "
+                "lose its state; give it to run.prepare before the first batch."
+            )
+        has_scheduler = hasattr(optimizer.step, "_wrapped_by_lr_sched")  # torch marks the step of such an optimizer
+        if has_scheduler and not self._state.holds_scheduler(optimizer):
+            raise UsageError(
+                "The optimizer has a scheduler that no checkpoint would hold, so a resumed run would begin it again; "
+                "give it to run.prepare, too."
+            )
+
+    def _set_rising_rates(self, optimizer: Optimizer, step: int) -> None:
+        """Set the learning rates of ``step`` in a search for one: that of the first group rises from step to step.
+
+        The other groups keep the ratio to it with which they began. Raises UsageError if the first rate began at 0.
+        """
+        # A loop may add groups as it goes on, so the first rates of new ones are noted now.
+        first_rates = self._first_rates.setdefault(optimizer, [])
+        new_groups = optimizer.param_groups[len(first_rates) :]
+        first_rates += [float(group.get("initial_lr", group["lr"])) for group in new_groups]
+        if not first_rates[0]:
+            raise UsageError("The first group of the optimizer starts with a learning rate of 0; start above 0.")
+        rate = rising_rate(self._config, step, self._num_steps)
+        for group, first_rate in zip(optimizer.param_groups, first_rates, strict=True):
+            group["lr"] = rate * first_rate / first_rates[0]
+
+    def _note_rates(self, optimizer: Optimizer, step: int) -> None:
+        """Note the learning rates of ``optimizer``, after those of other optimizers in the batch of ``step``."""
+        if self._rates_step != step:
+            self._rates, self._rates_step = [], step
+        # A rate may be a tensor, which a scheduler changes in place, so it is copied. To read it now would be to wait
+        # for the device.
+        rates = [group["lr"] for group in optimizer.param_groups if "lr" in group]
+        self._rates += [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]
 
     def _after(self, optimizer: Optimizer, *_: object) -> None:
         """Note a step of ``optimizer``, and restore autocast; torch calls this after each step of each optimizer."""
