@@ -214,10 +214,9 @@ def errors_of_loop(spec: RunSpec, run: Run) -> Iterator[None]:
     except RaytrainError:
         raise
     except BdbQuit as error:
-        line = users_line(traceback.extract_tb(error.__traceback__))
         raise LoopFailed(
-            f"its loop was left in a debugger, or the debugger had no terminal ({line}): breakpoint() opens one, with "
-            "--backend local --workers 1 in a terminal",
+            f"its loop was left in a debugger, or the debugger had no terminal ({_line_of(error)}): breakpoint() opens "
+            "one, with --backend local --workers 1 in a terminal",
             restart_may_help=False,
         ) from error
     except (Exception, SystemExit) as error:
@@ -225,53 +224,65 @@ def errors_of_loop(spec: RunSpec, run: Run) -> Iterator[None]:
             raise memory.out_of_memory(run) from error
         if restart_may_help(error):
             raise
-        line = users_line(traceback.extract_tb(error.__traceback__))
-
-        # torch compares the workers' collectives after one of them has aborted, and tells their shapes.
-        if "Detected mismatch between collectives" in str(error):
-            shapes = " and ".join(re.findall(r"TensorShape=(\[[\d, ]*\])", str(error))) or "none"
-            raise UsageError(
-                f"A collective of torch.distributed got other tensors on some workers than on others (shapes {shapes}; "
-                f"{line}); a worker may have an image less than another: use run.gather, or tensors of one shape."
-            ) from error
-
-        # The loop comes from a script for torchrun, which makes the process group itself.
-        if "initialize the default process group twice" in str(error):
-            raise UsageError(
-                f"The loop calls init_process_group ({line}), and the run has a process group already; leave that call "
-                "out."
-            ) from error
-
-        # The loop comes from a script that torchrun always starts, so that there is always a process group.
-        if "process group has not been initialized" in str(error) and run.world_size == 1:
-            raise UsageError(
-                f"The loop calls torch.distributed ({line}), and a run of one worker has no process group: use "
-                "run.gather or run.total, which need none, or make that call only if run.world_size > 1."
-            ) from error
-
-        # Some networks take torch's SyncBatchNorm because there is a process group, and compute while they are built.
-        if "SyncBatchNorm expected input tensor to be on" in str(error):
-            raise UsageError(
-                f"A network with SyncBatchNorm, which needs a GPU, computes before run.prepare has it ({line}): give "
-                "it BatchNorm layers, whose statistics run.prepare joins over the workers."
-            ) from error
-
-        # The loop uses run.epochs() like a loader, whose items are batches.
-        if isinstance(error, AttributeError) and isinstance(error.obj, Epoch):
-            raise UsageError(
-                f"The loop takes an epoch for a batch ({line}); write `for epoch in run.epochs():`, and in it `for "
-                "batch in epoch:`."
-            ) from error
+        if (mistake := _common_mistake(error, run.world_size)) is not None:
+            raise UsageError(mistake) from error
 
         # Any other exception. In the first step of the built-in loop, the network does not fit the images.
         step = run.progress.step
         if step:
-            problem = f"its loop failed after step {step:,}: {describe(error)}"
+            problem = f"its loop failed after step {step:,}"
         elif spec.loop is not None:
-            problem = f"its loop failed in its first step: {describe(error)}"
+            problem = "its loop failed in its first step"
         else:
             height, width = spec.config.full_image_size
-            problem = (
-                f"--model {spec.config.model} cannot be trained on images of {height}x{width} pixels: {describe(error)}"
-            )
-        raise LoopFailed(problem, restart_may_help=step > first_step) from error
+            problem = f"--model {spec.config.model} cannot be trained on images of {height}x{width} pixels"
+        raise LoopFailed(f"{problem}: {describe(error)}", restart_may_help=step > first_step) from error
+
+
+def _common_mistake(error: BaseException, world_size: int) -> str | None:
+    """Return the sentence on a mistake that many loops make, if ``error`` comes from one; else None.
+
+    torch has no exceptions of its own for most of these, so they are known by a part of its message.
+    """
+    message, line = str(error), _line_of(error)
+
+    # torch compares the workers' collectives after one of them has aborted, and tells their shapes.
+    if "Detected mismatch between collectives" in message:
+        shapes = " and ".join(re.findall(r"TensorShape=(\[[\d, ]*\])", message)) or "none"
+        return (
+            f"A collective of torch.distributed got other tensors on some workers than on others (shapes {shapes}; "
+            f"{line}); a worker may have an image less than another: use run.gather, or tensors of one shape."
+        )
+
+    # The loop comes from a script for torchrun, which makes the process group itself.
+    if "initialize the default process group twice" in message:
+        return (
+            f"The loop calls init_process_group ({line}), and the run has a process group already; leave that call out."
+        )
+
+    # The loop comes from a script that torchrun always starts, so that there is always a process group.
+    if "process group has not been initialized" in message and world_size == 1:
+        return (
+            f"The loop calls torch.distributed ({line}), and a run of one worker has no process group: use run.gather "
+            "or run.total, which need none, or make that call only if run.world_size > 1."
+        )
+
+    # Some networks take torch's SyncBatchNorm because there is a process group, and compute while they are built.
+    if "SyncBatchNorm expected input tensor to be on" in message:
+        return (
+            f"A network with SyncBatchNorm, which needs a GPU, computes before run.prepare has it ({line}): give it "
+            "BatchNorm layers, whose statistics run.prepare joins over the workers."
+        )
+
+    # The loop uses run.epochs() like a loader, whose items are batches.
+    if isinstance(error, AttributeError) and isinstance(error.obj, Epoch):
+        return (
+            f"The loop takes an epoch for a batch ({line}); write `for epoch in run.epochs():`, and in it `for batch "
+            "in epoch:`."
+        )
+    return None
+
+
+def _line_of(error: BaseException) -> str:
+    """Return the user's line in which ``error`` was raised, as sentences name it."""
+    return users_line(traceback.extract_tb(error.__traceback__))
