@@ -129,7 +129,7 @@ class CoordinatorLost(TrainingFailed):
 
     def __init__(self, sentence: str, name: str, run_dir: str) -> None:
         super().__init__(sentence, {"name": name, "status": "failed", "run_dir": run_dir})
-        self.args = (sentence, name, run_dir)  # with these it is made again when it is unpickled
+        self.args = (sentence, name, run_dir)  # unpickling calls the class with these
         self.name = name
 
 
@@ -175,8 +175,9 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 def shell_command(*words: str, storage: str = "./runs", program: str = "raytrain", extra: str | None = None) -> str:
     """Return a command line as one types it on this machine.
 
-    It begins with ``uv run`` if this process runs under uv, which sets UV, together with the ``extra`` that the command
-    needs, which uv then installs. It names ``storage`` if that is not the default.
+    If this process runs under uv, which sets the variable UV, the line begins with ``uv run``. ``extra`` names an extra
+    of raytrain's package that the command needs, such as ``onnx``: uv then installs it. ``storage`` is left out if it
+    is the default.
 
     Example:
         >>> shell_command("show", "digits", storage="s3://bucket/runs")
@@ -194,6 +195,7 @@ def format_count(number: float, noun: str) -> str:
     ('1 worker', '3 epochs', '1,200 classes', '0.5 CPUs')
     """
     text = f"{number:g}" if isinstance(number, float) else f"{number:,}"
+    # The nouns in our sentences end in "ss" (class), "tch" (batch), or take an "s".
     if number == 1:
         return f"{text} {noun}"
     return f"{text} {noun}{'es' if noun.endswith(('ss', 'tch')) else 's'}"

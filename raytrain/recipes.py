@@ -33,8 +33,8 @@ def digits(**overrides: Any) -> TrainConfig:
         image_size=(28, 28),
         channels=1,
         epochs=20,
-        batch_size="128/worker",  # published are 128 for each GPU; or, on CPUs, for all workers together
-        learning_rate=0.01,  # for any number of workers: none is published, and this is the default of that optimizer
+        batch_size="128/worker",  # the publication takes 128 for each GPU, but on CPUs 128 for all workers together
+        learning_rate=0.01,  # the publication names none, so its optimizer takes its default, for any number of workers
         batch_norm="aggregate",
         channels_last=True,
     )
@@ -52,7 +52,7 @@ def digits_lstm(**overrides: Any) -> TrainConfig:
         image_size=(28, 28),
         channels=1,
         epochs=30,
-        batch_size=64,  # only the network is published; these options are the same for any number of workers
+        batch_size=64,  # the publication has only a network; these options are the same for any number of workers
         optimizer="adamw",
         learning_rate=0.003,
         weight_decay=0.01,
@@ -83,7 +83,7 @@ def cifar10(**overrides: Any) -> TrainConfig:
         channels_last=True,
         evaluate_every=1,
         flip="random",
-        translate=4,  # by whole pixels, filled with the mean colour; the published shifts may be fractions of pixels
+        translate=4,  # by whole pixels, filled with the mean colour; the publication also shifts by fractions of pixels
     )
 
 
@@ -163,10 +163,10 @@ def alexnet_transfer(**overrides: Any) -> TrainConfig:
         model="alexnet",
         weights="DEFAULT",
         head_learning_rate_factor=20.0,
-        image_size=(224, 224),  # published are 227, for a first convolution without padding: the same 55x55 map
+        image_size=(224, 224),  # the publication has 227, without padding in the first convolution: the same 55x55 map
         mean=(0.485, 0.456, 0.406),  # of ImageNet, which the weights were trained with
         std=(0.229, 0.224, 0.225),
-        epochs=30,  # neither epochs nor decay are published: both are the defaults of the trainer used there
+        epochs=30,  # the publication names neither epochs nor decay: these are the defaults of its trainer
         batch_size="250/worker",
         learning_rate="0.00125/worker",
         schedule="piecewise:0.1/20ep",
