@@ -65,11 +65,12 @@ class _CommandFlags(NamedTuple):
 
 
 def join_repeated(argv: Sequence[str], command: Callable[..., Any]) -> list[str]:
-    """Return ``--tag a --tag b`` as ``--tag a b``, for all options of several values; tyro would drop ``a``.
+    """Return the words of a command line, with the values of each repeated option, and all names, in one place.
 
-    ``command`` is the function of the command, whose annotations tell how many values an option takes. Words after
-    ``--``, which are another command's, stay as they are. Names that follow an option's value, as in
-    ``rm first --yes second``, join those before it, because tyro would refuse them.
+    ``--tag a --tag b`` becomes ``--tag a b``, because tyro would drop ``a``. ``rm first --yes second`` becomes
+    ``rm first second --yes``, because tyro would refuse a name that follows an option. Words after ``--``, which are
+    another command's, stay as they are. ``command`` is the function of the command, whose annotations say how many
+    values an option takes.
 
     Raises UsageError if an option of one value is given twice; tyro would drop the first one.
     """
@@ -80,32 +81,34 @@ def join_repeated(argv: Sequence[str], command: Callable[..., Any]) -> list[str]
     # Divide the words into groups: those before the first flag, and each flag with the words that follow it. The values
     # of an option of several values join its first group.
     group: list[str] = []
-    groups, first_group = [group], dict[str, list[str]]()
+    groups = [group]
+    first_group: dict[str, list[str]] = {}  # by option
     for word in words:
         if not word.startswith("--"):
             group.append(word)
             continue
         name, equals, value = word.partition("=")
         option = flags.option(word)
-        if option not in flags.several:
-            group = [word]
-        else:
-            group = first_group.get(option, [name])
+        if option in flags.several and option in first_group:
+            group = first_group[option]
             group += [value] if equals else []
-        if group is not first_group.get(option):
-            groups.append(group)
+            continue
+        group = [name, value] if option in flags.several and equals else [word]
+        groups.append(group)
         first_group.setdefault(option, group)
 
     # A second group of an option of one value is a repetition. Flags that the command does not have are left to tyro.
     for group in groups[1:]:
         option = flags.option(group[0])
         first = first_group[option]
-        if first is group or option not in flags.option_of or option in flags.repeatable:
+        if group is first or option not in flags.option_of or option in flags.repeatable:
             continue
+        problem = f"{' '.join(first)} and {' '.join(group)} are both given"
+        if group == first:
+            problem = f"{first[0]} is given twice"
         if option in map(flag, options_with(Mark.SECRET)):  # its values are not shown
-            first = group = [option]
-        both = f"{' '.join(first)} and {' '.join(group)} are both given"
-        raise UsageError(f"{both if first != group else f'{first[0]} is given twice'}; leave one of them out.")
+            problem = f"{option} is given twice"
+        raise UsageError(f"{problem}; leave one of them out.")
 
     # In a command that takes names, the words after the one value of an option, or after a switch, are names.
     if flags.takes_names and not other_command:

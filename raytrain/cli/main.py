@@ -155,7 +155,7 @@ def _end_ray() -> None:
 
 
 def _print_outcome(outcome: CommandResult, as_json: bool) -> None:
-    """Print the result of a command: its document as JSON, or its text, for which a table of the document stands in."""
+    """Print the result of a command: its document as JSON, or its text. A result without text is shown as a table."""
     if as_json:
         from raytrain.runs.documents import plain
 

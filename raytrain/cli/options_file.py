@@ -75,7 +75,7 @@ class _Entry:
 
 
 def read_options_file(place: str) -> OptionsFile:
-    """Read the options in a file, or in an object of a bucket.
+    """Read the options in the file or the object of a bucket at ``place``, a path or a URL.
 
     The ``config.json`` of a run has all options. Only those are taken that decide what the run computes: not its name
     and storage, its description, its trackers and its machines.
@@ -171,7 +171,7 @@ def _json_entries(place: str, text: str) -> Iterator[_Entry]:
         raise UsageError(f"--config {place} is nested too deeply; give options by their names.") from None
     except json.JSONDecodeError as error:
         raise UsageError(f"{place}, line {error.lineno}: this is no JSON ({error.msg}); correct it.") from None
-    except ValueError:
+    except ValueError:  # Python refuses to make an integer of more than 4,300 digits
         raise UsageError(f"--config {place} has a number of thousands of digits; correct it.") from None
     if not isinstance(pairs, _Pairs):
         raise UsageError(f'--config {place} is no JSON object; give options by their names, as in {{"epochs": 10}}.')

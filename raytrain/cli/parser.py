@@ -74,7 +74,13 @@ def _none_rule(type_info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[None] |
         if words[0].lower() != NONE:
             raise ValueError(f"{words[0]!r} is not {NONE}")
 
-    return PrimitiveConstructorSpec(1, NONE, parse_none, lambda value: value is None, lambda value: [NONE])
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar=NONE,
+        instance_from_str=parse_none,
+        is_instance=lambda value: value is None,
+        str_from_instance=lambda value: [NONE],
+    )
 
 
 @dataclass(frozen=True)
@@ -136,7 +142,7 @@ def parse(argv: Sequence[str], commands: Commands[T]) -> functools.partial[T]:
         start = SimpleNamespace(**{**vars(recipes[recipe or default_recipe]), **values})
         command = _parse_once(argv, commands, {**recipes, start.recipe: start})
         if file.is_foreign and not command.keywords.get("trust"):
-            _check_functions(typed, command.keywords["config"], place)
+            _refuse_untyped_functions(typed, command.keywords["config"], place)
         typed = command.keywords["config"]
         del typed[_CONFIG_FILE]
 
@@ -155,7 +161,7 @@ def parse(argv: Sequence[str], commands: Commands[T]) -> functools.partial[T]:
         command.keywords["config"].pop(_CONFIG_FILE)
         if not command.keywords.get("trust"):
             resumed = command.keywords["config"]
-            _check_functions(typed, resumed, f"{resumed['storage']}/{resumed['name']}/{CONFIG}")
+            _refuse_untyped_functions(typed, resumed, f"{resumed['storage']}/{resumed['name']}/{CONFIG}")
 
     # An option that somebody has given is no longer left to the images.
     options = command.keywords["config"]
@@ -207,13 +213,15 @@ def _stored_options(
     return dataclasses.replace(stored, **machines, storage=typed["storage"], resume=False)
 
 
-def _check_functions(typed: Mapping[str, Any], started: Mapping[str, Any], document: str) -> None:
-    """Raise UsageError if a function of somebody's would run that the user has not typed, but only ``document`` names.
+def _refuse_untyped_functions(typed: Mapping[str, Any], started: Mapping[str, Any], document: str) -> None:
+    """Raise UsageError if the command would run a function that the user has not typed, but that ``document`` names.
 
-    ``typed`` are the options as typed, and ``started`` those with which the command would start.
+    ``typed`` are the options as typed, and ``started`` those with which the command would start: whoever can write the
+    document could run any code in them.
     """
     for option in options_with(Mark.OWN_CODE):
-        for name in map(str, set(as_tuple(started[option])).difference(as_tuple(typed[option]))):
+        untyped = set(as_tuple(started[option])) - set(as_tuple(typed[option]))
+        for name in map(str, untyped):
             if names_own_function(name):
                 raise stored_function_error(option, name, document, may_be_named=True)
 
@@ -274,10 +282,10 @@ def _parse_once(argv: Sequence[str], commands: Commands[T], defaults: Mapping[st
     flags = [flag(name) for name in ("json", "debug", "help", *(["config"] if has_recipe else []))]
     if argv and argv[0].startswith("-"):
         flags.append(flag("version"))
-    flags += [name for command in chosen.values() for name in _flags_of(command)]
+    flags += [name for command in chosen.values() for name in _names_of_flags(command)]
 
     def commands_with(name: str) -> list[str]:
-        return [other for other, command in commands.items() if name in _flags_of(command)]
+        return [other for other, command in commands.items() if name in _names_of_flags(command)]
 
     output = cast("TextIO", _WrappedOutput(sys.stdout, is_optional=lists_recipes)) if is_help else sys.stdout
     # What `submit` sends needs -- before it, or its options count as those of `submit`.
@@ -288,7 +296,7 @@ def _parse_once(argv: Sequence[str], commands: Commands[T], defaults: Mapping[st
     return line.command
 
 
-def _flags_of(command: Callable[..., Any]) -> list[str]:
+def _names_of_flags(command: Callable[..., Any]) -> list[str]:
     """Return the flags of a command: those of its sections of options, and of its own parameters."""
     flags: list[str] = []
     for name, hint in hints_of_command(command).items():
@@ -397,7 +405,7 @@ def _binder(
             section: type[Any] = hint
             parameters[name] = _section_with_defaults(section, section(), ())
         else:
-            parameters[name] = _as_help_shows(hint)
+            parameters[name] = _annotation_for_tyro(hint)
     bind.__signature__ = inspect.signature(command)  # pyright: ignore[reportFunctionMemberAccess]
     bind.__annotations__ = parameters
     return bind
@@ -447,7 +455,7 @@ def _section_with_defaults(section: Any, defaults: object, hidden: Sequence[str]
     fields = [
         (
             name,
-            Suppress[hint] if name in hidden else _as_help_shows(hint, is_open=name in open_options),
+            Suppress[hint] if name in hidden else _annotation_for_tyro(hint, is_open=name in open_options),
             dataclasses.field(default=getattr(defaults, name)),
         )
         for name, hint in hints.items()
@@ -455,11 +463,11 @@ def _section_with_defaults(section: Any, defaults: object, hidden: Sequence[str]
     return dataclasses.make_dataclass(section.__name__, fields, bases=(section,), frozen=True, kw_only=True)
 
 
-def _as_help_shows(hint: Any, *, is_open: bool = False) -> Any:
-    """Return an option's annotation for tyro, with which the help shows no word none and no default such as False.
+def _annotation_for_tyro(hint: Any, *, is_open: bool = False) -> Any:
+    """Return the annotation of an option for tyro, which makes its flags and its line of the help from it.
 
-    It also gives the option its second flag, if it has one. ``is_open``: the option has no default, because the images
-    decide on it.
+    The option gets its second flag, if it has one. The help shows the form of its values without ``none``, and its
+    default unless that only says that the option was not given. ``is_open``: the images decide on it.
     """
     # The form of the values: a text in the annotation, or else the type of an option that is a number, a text or None.
     marks = marks_of(hint)
