@@ -16,7 +16,7 @@ from raytrain.config.user_code import names_own_function
 from raytrain.display.console import UNKNOWN, format_dollars, format_optional
 from raytrain.display.curves import GREY, ORANGE, plain_axes, titled_figure, whole_ticks
 from raytrain.display.event_text import stop_text
-from raytrain.display.notebook import INTERRUPT, CellOutput
+from raytrain.display.notebook import CellOutput
 from raytrain.display.run_tables import Column, command_line, resume_heading, rows_table, status_text, try_next
 from raytrain.display.scaling import scaling_figure, scaling_plots, scaling_sentences, scaling_table
 from raytrain.display.terminal import LiveView, startup_lines
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 _ACTIVE = ("running", "starting")
 _STATUSES = (*_ACTIVE, "finished", "stopped", "failed", WAITING)
 _HINT = "Ctrl-C stops all with checkpoints, twice aborts"
+_CELL_HINT = "interrupt the kernel to stop all with checkpoints"
 _LINES_BESIDE_TRIALS = 8  # of the live table: headings, the plan, counts and the hint
 _BEST, _OTHER = ORANGE, "#8fb7d9"  # colours of the best trial, and of the others
 _PANELS_PER_ROW = 3  # of the plots over options
@@ -149,8 +150,8 @@ class SweepTerminalView(LiveView):
         super().__init__(console, "reading the data, starting the trials …")
         # The status, number of evaluations and value of each trial when its last line was printed, by its name.
         self._printed: dict[str, tuple[str, int, float | None]] = {}
-        self._plan = ""  # the line that says how many trials there are, on what
-        self._hint = f"{INTERRUPT}s" if isinstance(self._live, CellOutput) else _HINT  # several checkpoints
+        self._plan = ""  # the line of the sweep that says how many trials there are, and on which devices
+        self._hint = _CELL_HINT if isinstance(self._live, CellOutput) else _HINT
         self._plan_lines = startup_lines(self._keep_plan, PLAN)
 
     def __enter__(self) -> Self:

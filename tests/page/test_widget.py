@@ -113,6 +113,8 @@ def test_a_view_in_an_executed_notebook_keeps_its_last_picture_alone(view: str, 
     shown = NotebookClient(notebook, resources={"metadata": {"path": ROOT}}).execute().cells[0].outputs
     assert len(shown) == 1 and "49" in shown[0].data["text/html"]
     assert ">48" not in shown[0].data["text/html"]
+    if view == "sweep.SweepTerminalView":
+        assert "interrupt the kernel to stop all with checkpoints" in shown[0].data["text/html"]
 
 
 def test_an_error_in_a_notebook_is_a_sentence_with_its_line(tmp_path: Path) -> None:
