@@ -25,13 +25,16 @@ from raytrain.config.user_code import import_missing_files, own_file, own_files,
 
 
 def send_own_code() -> None:
-    """Let processes that this one starts from now on get the user's own classes and functions, wherever these are from.
+    """Let processes that this one starts from now on rebuild the user's classes and functions which they cannot import.
+
+    It changes how this process pickles for ``multiprocessing``, and the processes that it starts do the same.
 
     Example:
         >>> send_own_code()
         >>> DataLoader(OwnDataset(), num_workers=2, multiprocessing_context="spawn")
     """
-    # The hook of Python's picklers that is asked first. multiprocessing lets nobody register for classes.
+    # Not ForkingPickler.register: a pickler asks the registered functions about instances of a class, but never about
+    # the class or a function itself. It asks reducer_override about every object, first.
     cast(Any, ForkingPickler).reducer_override = _reduce
 
 

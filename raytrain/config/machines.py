@@ -56,9 +56,9 @@ class Prices:
         return cls(by_gpu=of_gpus) if of_gpus else cls(per_machine=parts[0][1])
 
     def of_gpu(self, name: str) -> float | None:
-        """Return the price of a GPU: that of the longest type which is a part of its ``name``; None if no type is.
+        """Return the dollars per hour of the GPU with this ``name``; None if none of the types in ``by_gpu`` fits.
 
-        Upper and lower case are the same. With ``per_machine``, it is always None.
+        A type fits if it is a part of the name, in upper or lower case; of several, the longest one counts.
         """
         fitting = [(len(gpu), price) for gpu, price in self.by_gpu if gpu.lower() in name.lower()]
         return max(fitting)[1] if fitting else None

@@ -185,7 +185,7 @@ class TrainConfig(
                 f"--worker-load has {format_count(len(self.worker_load), 'number')} for "
                 f"{format_count(num_workers, 'worker')}; give one per worker."
             )
-        # Keep the values that are given. Where there is none, take the measured one, or the default of ResolvedConfig.
+        # Keep the values that are given. If there is none, take the measured one, or the default of ResolvedConfig.
         scaled = vars(self.scaled_to(num_workers))
         secret = options_with(Mark.SECRET)  # these stay in the process that starts the run
         options: dict[str, Any] = {
@@ -361,7 +361,7 @@ class ResolvedConfig(TrainConfig):
     """The options of a run as it trains, with everything decided. ``config.json`` of a run holds these.
 
     ``batch_size`` and ``learning_rate`` are global. The learning rate is 0 if the user's own loop does without one. The
-    defaults below apply where neither the user nor the machines nor the weights have decided.
+    defaults below apply if neither the user nor the machines nor the weights have decided.
     """
 
     name: str = field()

@@ -176,7 +176,7 @@ def names_own_function(name: str | None) -> bool:
 
 
 def stored_function_error(option: str, name: str, document: str, *, may_be_named: bool) -> UsageError:
-    """Return the error for a function of somebody's that only ``document`` names, so it must not run without consent.
+    """Return the error for a function that only ``document`` names, so that it must not run without the user's consent.
 
     ``may_be_named``: the command has the same option, so the user may name the function there instead.
     """
@@ -345,8 +345,8 @@ def restart_may_help(error: BaseException) -> bool:
 
     A mistake in the user's code or a missing file would only fail again.
     """
-    # Classes of Ray and torch are told by their names, so that neither is imported here. DistError is torch's for its
-    # process groups; Gloo, which CPUs communicate with, raises a RuntimeError that only its text tells.
+    # Classes of Ray and torch are recognised by their names, so that neither is imported here. DistError is torch's for
+    # its process groups. Gloo, which CPUs communicate with, raises a RuntimeError, recognised by its text.
     kinds = type(error).__mro__
     is_of_ray = any(kind.__module__.partition(".")[0] == "ray" for kind in kinds)
     is_of_device = any(word in str(error) for word in ("CUDA", "cuDNN", "NCCL"))

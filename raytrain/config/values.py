@@ -108,7 +108,7 @@ OPTIONAL_LOCATION = Accepts[Location | None, str | None]()
 
 
 def read_values(config: Any) -> None:
-    """Replace the values of ``config``, a frozen dataclass, by plain ones of JSON and tuples.
+    """Replace each value of ``config``, a frozen dataclass, by the same one in types of JSON, with tuples for lists.
 
     Raises UsageError if a value is not of its field's type.
     """
@@ -119,9 +119,9 @@ def read_values(config: Any) -> None:
 def read_value(name: str, given: object, hint: Any, *, numbers_as_text: bool = True) -> Any:
     """Return the value of the option ``name`` in plain types: those of JSON, and tuples.
 
-    Where the command line takes text, Python code may give values of other types: numbers where several texts are
-    allowed, a dictionary for ``NAME=VALUE`` or JSON, two values for a form such as ``MIN..MAX``, and None for no
-    values. Without ``numbers_as_text``, numbers are not accepted as texts.
+    If the command line takes text, Python code may give values of other types: numbers in place of several texts, a
+    dictionary for ``NAME=VALUE`` or JSON, two values for a form such as ``MIN..MAX``, and None for no values. Without
+    ``numbers_as_text``, numbers are not accepted as texts.
 
     Raises UsageError if it is not of the type ``hint``. Example: ``read_value("mean", [0.5], tuple[float, ...])``
     """
@@ -225,8 +225,8 @@ def _plain(value: Any) -> Any:
     if isinstance(value, os.PathLike):
         return os.fspath(cast("os.PathLike[str]", value))
     if isinstance(value, Mapping):  # NAME=VALUE, as of --model-option
-        given = cast("Mapping[str, Any]", value).items()
-        options = ((name, item.tolist() if hasattr(item, "tolist") else item) for name, item in given)
+        items = cast("Mapping[str, Any]", value).items()
+        options = ((name, item.tolist() if hasattr(item, "tolist") else item) for name, item in items)
         return tuple(f"{name}={item if _is_plain_text(item) else repr(item)}" for name, item in options)
     if isinstance(value, Set):
         return tuple(sorted(map(_plain, cast("Set[Any]", value)), key=str))
