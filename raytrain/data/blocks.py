@@ -218,14 +218,15 @@ class CachedBlocks:
         return Block(images, labels, draws)
 
 
-# Arrow's own conversions import pandas, which takes a second or two.
+# Arrow arrays are made of buffers here, because Arrow's own conversions import pandas, which takes a second or two.
 
 
 def string_array(values: Sequence[str | None]) -> pa.LargeStringArray:
     """Return an Arrow array of texts; None becomes null. Raise UnicodeEncodeError for text that is no valid Unicode."""
+    # Arrow's layout of such an array: one bit per text, 0 for null; where each text begins and ends; all texts joined.
     encoded = [b"" if value is None else value.encode() for value in values]
     ends = np.cumsum([0, *map(len, encoded)], dtype=np.int64)
-    valid = None
+    valid = None  # if no text is null, the bits are left out
     if None in values:
         valid = pa.py_buffer(np.packbits([value is not None for value in values], bitorder="little"))
     return pa.LargeStringArray.from_buffers(len(encoded), pa.py_buffer(ends), pa.py_buffer(b"".join(encoded)), valid)
@@ -293,12 +294,12 @@ def batches_from_stream(partition: Partition, blocks: Iterable[Block], first_ste
         # Rows of one block are used where they are; those of several are copied into one array.
         rows = pieces[0] if pieces else _NO_ROWS
         if len(pieces) > 1:
-            parts: list[Any] = [piece.images for piece in pieces]
-            if isinstance(parts[0], Files):
-                images = Files.joined(parts)
+            images_of_pieces: list[Any] = [piece.images for piece in pieces]
+            if isinstance(images_of_pieces[0], Files):
+                images = Files.joined(images_of_pieces)
             else:
-                images = buffers.take((sum(map(len, pieces)), *parts[0].shape[1:]))
-                np.concatenate(parts, out=images)
+                images = buffers.take((sum(map(len, pieces)), *images_of_pieces[0].shape[1:]))
+                np.concatenate(images_of_pieces, out=images)
             labels = np.concatenate([piece.labels for piece in pieces])
             rows = Block(images, labels, np.concatenate([piece.draws for piece in pieces]))
         yield _local_batch(partition, batch, rows)

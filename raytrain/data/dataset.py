@@ -105,7 +105,7 @@ class Dataset:
         )
 
     def kept_on(self, disk: DiskCache | None) -> Dataset:
-        """Return the same images; files of a bucket are kept on ``disk`` of each machine that reads them, if given."""
+        """Return the same images, whose files of a bucket each reading machine keeps on ``disk``; on none if None."""
         train_store, validation_store = self.train_store.kept_on(disk), self.validation_store.kept_on(disk)
         test_store = self.test_store and self.test_store.kept_on(disk)
         return replace(self, train_store=train_store, validation_store=validation_store, test_store=test_store)
@@ -171,8 +171,8 @@ def open_dataset(config: TrainConfig, run_store: Store | None = None) -> Dataset
     if tables_without_store:
         tables["train"] = tables["train"].with_parts(tables_without_store)
 
-    # A run that resumes has manifests. They are used unless other images or labels are asked for now, which the URLs of
-    # the stores and the digests of the labels tell.
+    # A run that resumes has manifests. They are used unless other images or labels are asked for now: stores with other
+    # URLs, or labels with another digest.
     manifests = _stored_parts(run_store) if run_store else {}
     stored_train = manifests.get("train")
     asked_for: set[tuple[str, str]] = set()
@@ -260,6 +260,7 @@ def label_columns(config: TrainConfig) -> LabelColumns:
 
 def evaluation_format(config: TrainConfig) -> ImageFormat:
     """Return how images are decoded for evaluation and for prediction."""
+    # Before a run has resolved its options, those that neither the user nor the weights have decided are None.
     cropping = Cropping(
         config.resize or ResolvedConfig.resize,
         config.crop_fraction or ResolvedConfig.crop_fraction,
@@ -294,7 +295,7 @@ def training_format(config: TrainConfig) -> ImageFormat:
 def _mean_std(
     config: TrainConfig, store: Store, train: Manifest, format: ImageFormat
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return the mean and the deviation of each channel: those that are given, and measured ones in place of others."""
+    """Return the mean and the deviation of each channel; what the options do not give is measured."""
     if config.mean is not None and config.std is not None:
         return config.mean, config.std
     mean, std = measure_mean_std(store, train, format, config.seed)  # decodes up to 1,024 images
@@ -310,7 +311,8 @@ def measure_mean_std(
     """
     chosen = manifest.select(np.sort(random_order(manifest, seed)[:_NUM_MEASURED_IMAGES]))
     images = readable_images(store, chosen, format.shape, format.cropping)
-    sums = np.zeros((2, format.shape.channels))  # of values and squares, image by image: all as float64 take GBs
+    # Add up values and squares image by image: all images at once would take gigabytes as float64.
+    sums = np.zeros((2, format.shape.channels))
     for image in images:
         values = image.reshape(-1, format.shape.channels) / 255
         sums += values.sum(axis=0), np.square(values).sum(axis=0)

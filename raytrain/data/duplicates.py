@@ -116,7 +116,7 @@ class StoredImages:
 
     def hashes(self, indices: Int64s) -> Iterator[tuple[int, str]]:
         """Yield the index and the MD5 of each file at ``indices``; a file that is gone is left out."""
-        # The entity tags tell most of them.
+        # Most hashes are in the entity tags of the listing. Files without one there are read.
         chosen = self.manifest.select(indices)
         hashes = [_md5_in(etag) if self._etags_are_hashes else None for etag in chosen.etags.to_pylist()]
         is_unknown = np.array([content_hash is None for content_hash in hashes], bool)

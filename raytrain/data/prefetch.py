@@ -77,11 +77,13 @@ _ENDS_WITHIN_S = 5.0
 
 @atexit.register
 def _end_prefetches() -> None:
-    """End the threads before the interpreter ends: a thread that frees a tensor while it ends aborts the process.
+    """End the threads before the interpreter ends, because one that frees a tensor later would abort the process.
 
-    The memory of a tensor may be an array of NumPy, for which torch takes the interpreter's lock in a destructor. A
-    thread that asks for it in an ending interpreter is ended by an exception, which no destructor lets through.
+    If the memory of a tensor is an array of NumPy, torch's destructor takes the interpreter's lock to free it. Once the
+    interpreter is ending, Python ends every thread that asks for the lock, by an exception of C++. A destructor must
+    not raise one, so the process aborts.
     """
-    for wait_s in (0.0, _ENDS_WITHIN_S):  # all of them are asked first
+    # Ask all threads to end before waiting for the first one, so that they end at the same time.
+    for wait_s in (0.0, _ENDS_WITHIN_S):
         for prefetch in list(_prefetches):
             prefetch.close(wait_s)

@@ -51,12 +51,13 @@ def _in_packing_order(images: Manifest) -> Manifest:
 def assign_shards(images: Manifest) -> list[Manifest]:
     """Shuffle images in a fixed way and divide them into shards; return those of each, in the order of its rows."""
     packed = _in_packing_order(images)
-    # All images one after the other are cut every SHARD_BYTES; an image is in the shard in which its first byte is. The
-    # bounds are the first image of each shard, and the end.
+    # Lay the bytes of all images one after the other, and cut them every SHARD_BYTES. An image belongs to the piece in
+    # which its first byte lies, so a large one may leave pieces without any.
     starts = np.cumsum(packed.sizes_bytes) - packed.sizes_bytes
-    _, shard = np.unique(starts // SHARD_BYTES, return_inverse=True)
-    bounds = np.append(np.flatnonzero(np.diff(shard, prepend=-1)), len(images))
-    return [packed.select(np.arange(*bounds[number : number + 2])) for number in range(len(bounds) - 1)]
+    piece_of_image = starts // SHARD_BYTES
+    first_images = np.flatnonzero(np.diff(piece_of_image, prepend=-1))
+    ends = np.append(first_images, len(images))[1:]
+    return [packed.select(np.arange(start, end)) for start, end in zip(first_images, ends, strict=True)]
 
 
 def packed_manifest(images: Manifest, shards: Sequence[Manifest], paths: Sequence[str], url: str) -> Manifest:
@@ -115,13 +116,14 @@ def is_shard_of(images: Manifest, path: str, data: bytes) -> bool:
 
 
 def each_packed(store: Store, packing: Packing) -> Iterator[tuple[int, bytes | Exception]]:
-    """Yield the index in ``packing`` and the content of each image, or why it cannot be read, shard by shard.
+    """Yield the index in ``packing`` of each image, and its content or the exception of reading it, shard by shard.
 
     Shards come as they arrive, cached ones first.
     """
-    numbers, position_of_image = np.unique(packing.shard, return_inverse=True)  # position: in ``numbers``
-    for position, column in shard_cache.get_each(store, [packing.shards[number] for number in numbers]):
-        for index in np.flatnonzero(position_of_image == position).tolist():
+    # The shards that these images need, each once; an image has the index of its shard among them.
+    numbers, shard_of_image = np.unique(packing.shard, return_inverse=True)
+    for shard, column in shard_cache.get_each(store, [packing.shards[number] for number in numbers]):
+        for index in np.flatnonzero(shard_of_image == shard).tolist():
             row = int(packing.row[index])
             if isinstance(column, Exception):
                 yield index, column

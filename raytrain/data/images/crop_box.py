@@ -128,11 +128,12 @@ def crop_numbers(seed: int, epoch: int, draws: Int64s) -> Floats:
 
 
 def crop_boxes(image: Size, numbers: Floats) -> Floats:
-    """Return a random box for each row of ``numbers`` (n, 4): left, top, right and bottom in pixels, float64 (n, 4).
+    """Return left, top, right and bottom of one box for each row of ``numbers``, in pixels, float64 (n, 4).
 
-    A box has 8 % to 100 % of the area and an aspect ratio of 3:4 to 4:3 (Szegedy et al. 2015).
-    It is that of torchvision's RandomResizedCrop, except that a side longer than the image is cut to the image instead
-    of drawn again, and that a box may start between two pixels.
+    The rows of ``numbers``, float64 (n, 4), are uniform in [0, 1), such as those of :func:`crop_numbers`. A box has 8 %
+    to 100 % of the area and an aspect ratio of 3:4 to 4:3 (Szegedy et al. 2015). It is that of torchvision's
+    RandomResizedCrop, except that a side longer than the image is cut to the image instead of drawn again, and that a
+    box may start between two pixels.
     """
     return np.stack(_edges(image, numbers.T), axis=1)
 

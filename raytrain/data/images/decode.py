@@ -6,7 +6,7 @@ what is wrong with a file. The size in the header is checked before any pixel is
 
 Whatever decodes it, an image looks as in a browser: it is turned as its EXIF block says, and not by XMP, it is white
 where it is transparent, and its colour profile is not used. Pillow's decoders see only the formats that are read, never
-those of other untrusted files. Its own limits are replaced where they are lower than raytrain's, and its errors, of
+those of other untrusted files. Its own limits are replaced if they are lower than raytrain's, and its errors, of
 which there are many kinds, become :class:`BadImage`.
 
 A JPEG is a sequence of segments: a marker of two bytes, 0xff and its kind, then its length and content. Segments of the
@@ -109,7 +109,7 @@ def decode(data: bytes, shape: ImageShape, crop: Crop = STRETCH) -> Pixels:
         if colour_space in ("CMYK", "YCCK"):
             return _decode_by_pillow(data, shape, crop)
         height, width = int(height), int(width)
-        orientation = _inspect_jpeg(data, height, width)
+        orientation = _checked_orientation(data, height, width)
         size = (width, height) if orientation in _ON_ITS_SIDE else (height, width)
 
         # Both sides are divided by 1, 2, 4 or 8: the largest of these with which the crop box need not be enlarged.
@@ -190,7 +190,7 @@ def _load_upright(image: Any, data: bytes, box: Callable[[Size], CropBox]) -> An
     # Let Pillow decode a JPEG at a fraction of its size.
     orientation = 1
     if image.format == "JPEG":
-        orientation = _inspect_jpeg(data, image.height, image.width)
+        orientation = _checked_orientation(data, image.height, image.width)
         upright = image.height, image.width
         if orientation in _ON_ITS_SIDE:
             upright = image.width, image.height
@@ -245,9 +245,9 @@ def _on_transparent_canvas(image: Any, frame: Any) -> Any:
 
 
 def _with_transparent_colour(image: Any, data: bytes) -> Any:
-    """Return a PNG in which the one colour that it declares transparent is so.
+    """Return a PNG in which exactly the pixels of the colour that it declares transparent are transparent.
 
-    Pillow compares that colour with pixels of 8 bits, which is wrong for images of fewer or of 16 bits.
+    Pillow compares this colour with pixels of 8 bits, which is wrong for images of fewer or of 16 bits.
     """
     from PIL import Image
 
@@ -342,8 +342,8 @@ def _without_text(data: bytes) -> bytes:
 # The segments of a JPEG before its pixels.
 
 
-def _inspect_jpeg(data: bytes, height: int, width: int) -> int:
-    """Return the orientation of a JPEG from its EXIF block, after checks of its size.
+def _checked_orientation(data: bytes, height: int, width: int) -> int:
+    """Check the size of a JPEG, and return the orientation that its EXIF block gives.
 
     Raises BadImage if decoding would take too much time, or the coefficients of a progressive JPEG too much memory.
     """

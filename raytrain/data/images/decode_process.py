@@ -140,7 +140,7 @@ class DecodeProcesses:
 
 def _serve(connection: Connection, shape: ImageShape) -> None:
     """Decode the images that come through the connection, until the other process closes it or ends."""
-    # An image that takes all memory shall end this process, before the kernel ends another one. So limit the address
+    # An image that takes all memory must end this process, before the kernel ends another one. So limit the address
     # space to what is used now, and some memory for decoding. Only Linux says how much that is, in pages.
     with suppress(OSError, ValueError):
         used_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

@@ -306,7 +306,7 @@ def _problem_of_part(
 
     Return None if it can be used.
     """
-    # Images in class folders of the same names are the usual case.
+    # Usually, the folder has class folders that are also in train, and no image outside of these.
     num_direct = sum(path == (folder,) for path in paths)
     in_train, in_folder = classes_in[train], classes_in[folder]
     if not num_direct and not in_train.isdisjoint(in_folder):
@@ -326,12 +326,12 @@ def _problem_of_part(
 
 
 def _parts_below_classes(paths: list[tuple[str, ...]], url: str) -> FolderLabels | None:
-    """Return labels for cat/train and cat/test; None if the folders in the top folders are anything else.
+    """Return labels for class folders that contain parts, as in cat/train and cat/test; None for any other layout.
 
     Raises UsageError if some images are beside the folders of parts, or all classes hold the same folders.
     """
-    # Are the folders in the topmost ones parts, and nothing else? One class may have train/ where another has Train/:
-    # they are the same part, called by the spelling that sorts first.
+    # All folders in the topmost ones must be parts. One class may have train/ where another has Train/: they are the
+    # same part, called by the spelling that sorts first.
     second_folders = {path[1] for path in paths if len(path) > 1}
     spelling_of = {folder.lower(): folder for folder in sorted(second_folders, reverse=True)}
     folder_of: dict[Part, str] = {part: names[0] for part, names in names_of_parts(spelling_of.values()).items()}

@@ -24,8 +24,8 @@ def hold_out(
     """Hold out about ``fraction`` of each class at random; the same seed and images give the same split.
 
     Of a class of two or more images, at least one is on each side; the only image of a class is a training image.
-    With ``groups``, the name of each image's group (N,), every group is on one side as a whole. Then a class may lack
-    validation images, and so it may where an image can have several classes. Returns the training and the validation
+    With ``groups``, the name of each image's group (N,), every group is on one side as a whole. A class may lack
+    validation images with groups, or if images can have several classes. Returns the training and the validation
     images, each in the manifest's order: ``train, validation = hold_out(images, 0.2, seed=0)``.
 
     Raises UsageError if no group can be held out.
@@ -63,7 +63,7 @@ def hold_out_fold(
         fold_of = _folds_of_groups(manifest, groups, num_folds, seed)
     held_out = fold_of == number - 1
 
-    # A class that is in one group, or in one image, has no training image where that is held out.
+    # If all images of a class are in one group, or there is only one, holding it out leaves none for training.
     training = manifest.select(np.flatnonzero(~held_out))
     counts = zip(manifest.classes, manifest.class_counts(), training.class_counts(), strict=True)
     if missing := [name for name, count, count_left in counts if count and not count_left]:
@@ -125,8 +125,8 @@ def _folds_of_groups(
     filled = np.zeros((num_folds, shares.shape[1]))  # the share of each class that each fold has so far
     num_images = np.zeros(num_folds, np.int64)
     for index in shuffled[np.argsort(-sizes[shuffled], kind="stable")]:
-        # The sum of squares over all folds grows least where the group's classes are rarest so far. Where it grows by
-        # the same, as for groups of one class each, the fold with the fewest images gets the group: none stays empty.
+        # The sum of squares over all folds grows least where the group's classes are rarest so far. If it grows by the
+        # same in several, as for groups of one class each, the one with the fewest images gets it: none stays empty.
         growth = (shares[index] * (2 * filled + shares[index])).sum(axis=1)
         chosen = np.where(growth <= growth.min() * (1 + 1e-9), num_images, len(manifest)).argmin()
         fold_of_group[index] = chosen

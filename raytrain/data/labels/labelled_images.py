@@ -38,10 +38,10 @@ def labelled_parts(
     only test images are and ``--validation-fraction`` is given, that fraction of the training images is held out for
     validation, in whole groups with ``--group-by``.
 
-    Raises UsageError if an image's part or class cannot be told, or too few images are left, and StorageError if a
-    store cannot be read.
+    Raises UsageError if the part or the class of an image cannot be found out, or too few images are left, and
+    StorageError if a store cannot be read.
     """
-    # First the images below --data, and all others that its label file labels. That is the one of --labels, or lies
+    # First the images below --data, and all others that its label file labels: the file of --labels, or one that lies
     # beside the images. Held-out parts that it does not label are labelled apart.
     table = tables.get("train")
     apart: list[Part] = [part for part in HELD_OUT if part in stores and (table is None or part in tables)]
@@ -133,9 +133,10 @@ def _report_divided_groups(group_by: str, parts: Sequence[tuple[LabelTable | Non
 
 
 def _split_names(table: LabelTable, *, has_others: bool = False) -> dict[Part, tuple[str, ...]]:
-    """Return the values of the column ``split`` that mean each part; empty without splits. Log values of no part.
+    """Return the values of the column ``split`` that mean each part; an empty dictionary without such a column.
 
-    Raises UsageError without a value for training, or, unless the file ``has_others`` beside it, for held-out images.
+    Rows with a value that means no part are logged as not used. Raises UsageError if no value means training. If none
+    means held-out images, that is allowed only with ``has_others``: other label files have these.
     """
     present = sorted(set(table.splits))
     if not any(present):
@@ -241,7 +242,7 @@ def labelled(
     is none of them, or there is only one class. ``are_joined``: the caller has joined the classes of each image into
     one label on purpose, so that is not reported as a possible mistake.
     """
-    # Choose the images that have a row (not -1) with a label; where an image may have several, it may have none. Of
+    # Choose the images that have a row (not -1) with a label; if an image may have several, it may have none. Of
     # these, take the ones in the given splits.
     rows = table.rows_of(images)
     chosen = np.flatnonzero((rows >= 0) & ((table.labels[rows] != "") | (table.classes is not None)))
@@ -266,7 +267,7 @@ def labelled(
     if classes is None:
         report_alike(present, table.url)
         if not are_joined:
-            _report_joined(present, table.url)
+            _report_compound_labels(present, table.url)
     classes = classes or present
 
     # With one class for each image, a label is the number of the class.
@@ -287,9 +288,13 @@ def labelled(
     return replace(images.select(chosen), labels=labels, label_sets=label_sets, **common)
 
 
-def _report_joined(classes: Sequence[str], url: str) -> None:
-    """Log if labels look like several classes joined: one is a list or made of others, or half of them share parts."""
-    # A class is suspect if it has several words, and begins like a list or each of its words is a class, too.
+def _report_compound_labels(classes: Sequence[str], url: str) -> None:
+    """Log a warning if a label seems to stand for several classes, so that --label-separator is missing.
+
+    That is a label such as ``['cat', 'dog']``, or ``cat dog`` beside the classes cat and dog, or any label if at least
+    half of all have a separator and parts that recur, as ``rose|bright`` and ``rose|dark`` do.
+    """
+    # A class is suspect if it has several words, and either it begins like a list, or each word is a class, too.
     words = {name: set(_SEPARATORS.split(name)) for name in classes}
     suspects = (name for name in classes if len(words[name]) > 1 and (name[0] == "[" or words[name] <= words.keys()))
     if (name := next(suspects, None)) is not None:

@@ -137,7 +137,9 @@ class WorkerOrder:
         """Return the draws of block ``number``; the first block begins with the local batch of the first step."""
         epoch, index = divmod(number + self._skipped_blocks, self._blocks_per_epoch)
         start = index * self.rows_per_block
-        if number == 0 and epoch == 0:  # unless the worker has nothing left to do in its first epoch
+        # The first step may begin in the middle of a block. If this worker has no draws left in its first epoch, all
+        # blocks of that epoch are skipped, and block 0 is a whole one of the next epoch.
+        if number == 0 and epoch == 0:
             start = self._first_row
         stop = (index + 1) * self.rows_per_block
         return self.partition.row_draws(self._first_epoch + epoch, start, stop)
