@@ -133,7 +133,7 @@ def _probe_request(data: Store | None, storage: Store) -> Iterator[tuple[ProbeRe
     from raytrain.launch.ray.coordinator import serving_credentials  # imports Ray
 
     with serving_credentials(stores) as (served, _):
-        # One word for the step of AWS's credential chain that found the credentials; other clouds do not tell.
+        # One word for the step of AWS's credential chain that found the credentials; other clouds do not say it.
         lent_from, problem = "", None
         try:
             method = credential_method() if isinstance(bucket.cloud, S3) else ""

@@ -37,7 +37,7 @@ _OPEN_THE_PORTS = (
 
 @dataclass(frozen=True)
 class Interface:
-    """The network interface that has a node's address, and its speed; None if the interface's driver tells none."""
+    """The network interface that has a node's address, and its speed; None if its driver does not report one."""
 
     name: str
     bits_per_s: int | None

@@ -227,11 +227,16 @@ class Node(ClusterNode):
         return self.report.problems if self.report else (self.error or "",)
 
     def devices(self) -> dict[str, Any]:
-        """Return the node's devices as plain values, each GPU with its number, and what is wrong."""
+        """Return the node's address, CPUs, memory, numbered GPUs and problems as values of JSON."""
         reported = self.report.gpus if self.report else ()
-        gpus = [{"number": number, **dataclasses.asdict(gpu)} for number, gpu in enumerate(reported)]
-        counted_by_ray = {name: getattr(self, name) for name in ("address", "id", "cpus", "memory_bytes")}
-        return {**counted_by_ray, "gpus": gpus, "problems": list(self.problems)}
+        return {
+            "address": self.address,
+            "id": self.id,
+            "cpus": self.cpus,
+            "memory_bytes": self.memory_bytes,
+            "gpus": [{"number": number, **dataclasses.asdict(gpu)} for number, gpu in enumerate(reported)],
+            "problems": list(self.problems),
+        }
 
 
 def probe_nodes(request: ProbeRequest) -> tuple[Node, ...]:

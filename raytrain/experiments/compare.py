@@ -84,15 +84,15 @@ def read_runs(runs: Sequence[str], storage: str) -> list[RunRecord]:
 def compare_records(records: Sequence[RunRecord]) -> list[ComparedRun]:
     """Compare runs whose documents have been read already, as :func:`compare` does."""
     # Options that a run's loop does not use make no difference. A run whose options cannot be read has none here.
-    used = [
+    used_options = [
         {name: value for name, value in vars(record.config).items() if name not in record.unused_options}
         if record.config
         else dict[str, Any]()
         for record in records
     ]
-    options = differing_options(used)
+    differing = differing_options(used_options)
     compared: list[ComparedRun] = []
-    for record, values in zip(records, used, strict=True):
+    for record, options in zip(records, used_options, strict=True):
         # Everything is read from the history, because a run that still trains has no summary.
         rows = record.metrics
         evaluation, training = last_row(rows, "evaluation"), last_row(rows, "step")
@@ -100,17 +100,17 @@ def compare_records(records: Sequence[RunRecord]) -> list[ComparedRun]:
         # Not every step has a row, so the run may have stopped after the last one.
         steps = max(record.status.step, rows[-1].step if rows else 0)
         metric = compared_by(record.config)
-        measured = [row.metrics.get(metric.name) for row in rows if row.kind == "evaluation"]
-        best_of = [value for value in measured if value is not None and not math.isnan(value)]
+        values_or_none = [row.metrics.get(metric.name) for row in rows if row.kind == "evaluation"]
+        measured = [value for value in values_or_none if value is not None and not math.isnan(value)]
         compared.append(
             ComparedRun(
                 name=record.name,
-                options={name: values.get(name) for name in options},
+                options={name: options.get(name) for name in differing},
                 status=record.status.status,
                 steps=steps,
                 epochs=round(steps / steps_per_epoch(rows), 2),
                 best_metric=metric.name,
-                best_value=max(best_of, key=metric.score, default=None),
+                best_value=max(measured, key=metric.score, default=None),
                 validation_accuracy=evaluation and evaluation.accuracy,
                 validation_loss=evaluation and evaluation.loss,
                 loss=training and training.loss,

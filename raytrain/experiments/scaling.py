@@ -222,7 +222,7 @@ def per_doubling(workers: Sequence[int], values: Sequence[float | None]) -> floa
 def _gains_since_previous(workers: Sequence[int], values: Sequence[float | None]) -> list[float | None]:
     """Return, for each size, the change of ``values`` per doubling since the next smaller size.
 
-    It is None for the smallest size, and where one of the two values is unknown.
+    It is None for the smallest size, and if one of the two values is unknown.
     """
     pairs = itertools.pairwise(zip(workers, values, strict=True))
     return [None, *(per_doubling([few, more], [before, value]) for (few, before), (more, value) in pairs)]

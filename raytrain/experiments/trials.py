@@ -102,10 +102,11 @@ def plan_sweep(
 ) -> Sweep:
     """Return the plan of a new sweep over ``vary``, or, if ``config`` says so, the stored plan of one that is resumed.
 
-    ``trials`` is the number of points to draw or to choose. Raises UsageError if ``vary`` is missing or wrong, if
-    ``trials`` or ``sampler`` do not fit it, or if the run to resume does not exist, is no sweep, or was started with
-    other arguments. It is also raised if a stored point has a network that is a user's function, which would run:
-    unless this command names that function too, or ``trust`` is True.
+    ``trials`` is the number of points to draw or to choose.
+
+    Raises UsageError if ``vary`` is missing or wrong, if ``trials`` or ``sampler`` do not fit it, or if the run to
+    resume does not exist, is no sweep, or was started with other arguments. Unless ``trust`` is True, also raises it
+    if a stored point has a user's function as its network and ``config`` and ``vary`` do not name this function.
 
     Example: ``plan_sweep(config, ["learning-rate=0.01,0.1"], trials=None).points``
     """

@@ -139,8 +139,8 @@ def evaluate(
 def _groups(trained: TrainedRun, manifest: Manifest, labels: Location | None) -> npt.NDArray[np.object_] | None:
     """Return the name of each image's group, (n,), one for each image of ``manifest``.
 
-    The run's label pattern gives the groups, or else a label file that has all of these images: that of ``labels``, or,
-    without it, one of the run's own. None if neither does, or if the run has no --group-by.
+    The run's label pattern gives the groups, or else a label file that has all of these images: the file ``labels``,
+    or, without it, one of the run's own. Return None if neither has them, or if the run has no --group-by.
     """
     config = trained.config
     if config.group_by is None:

@@ -175,7 +175,7 @@ def export(
 def _export_folder(run: str, output: str, data: Location | None, storage: str, *, trust: bool) -> ExportResult:
     """Write the network of a run as a folder for timm and the Hub; see :func:`export`.
 
-    Raises UsageError also if the network is none of timm's, or if there are files in the folder.
+    Raises UsageError also if the network is not one of timm's, or if there are files in the folder.
     """
     stored = open_run(storage, run)
     config = read_trusted_config(stored, trust=trust)
@@ -259,6 +259,7 @@ def _logits_of(network: torch.nn.Module, images: Pixels) -> Logits:
 
 
 def _as_pt2(classifier: Classifier, run: str) -> tuple[bytes, RunFile]:
+    """Return the network as a file of torch.export, preprocessing included, and a function that runs this file."""
     # torch.export keeps other files beside the program: the names of the classes, and the preprocessing.
     content = io.BytesIO()
     documents = {"classes.json": classifier.classes, "preprocessing.json": preprocessing(classifier)}
@@ -269,6 +270,10 @@ def _as_pt2(classifier: Classifier, run: str) -> tuple[bytes, RunFile]:
 
 
 def _as_onnx(classifier: Classifier, run: str) -> tuple[bytes, RunFile]:
+    """Return the network as an ONNX file, preprocessing included, and a function that runs this file on the CPU.
+
+    Raises UsageError if a package for ONNX is missing.
+    """
     if missing := [name for name in ("onnxscript", "onnxruntime") if importlib.util.find_spec(name) is None]:
         raise UsageError(
             f"Export to ONNX needs onnxscript and onnxruntime, and {' and '.join(missing)} "

@@ -80,10 +80,10 @@ def model_card(
     lines: str,
     provenance: Provenance | None = None,
 ) -> str:
-    """Return the card, Markdown, of the weights in ``file``: those that ``checkpoint`` of ``run`` was evaluated with.
+    """Return the model card of ``file`` in Markdown; the file has the evaluated weights of a ``checkpoint`` of ``run``.
 
-    ``provenance`` is that of the attempt that wrote the checkpoint, None if it is not known. ``lines`` of Python, such
-    as those of :func:`example`, classify an image with the network.
+    ``lines`` of Python, such as those of :func:`example`, classify an image with the network. ``provenance`` is that of
+    the attempt that wrote the checkpoint, None if it is not known.
     """
     identity, progress = checkpoint.identity, checkpoint.progress
 

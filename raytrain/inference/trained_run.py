@@ -199,8 +199,8 @@ class TrainedRun:
         )
         request = PredictRequest(images, manifest, evaluation_format(self.config), self.store, load_predictor)
 
-        # Without a cluster: a network on each GPU of this machine, or one on its CPUs. That is also so for a single
-        # block of images, which a cluster could not share out, unless the user has named the cluster.
+        # Without a cluster: a network on each GPU of this machine, or one on its CPUs. A single block of images, which
+        # a cluster could not share out, is predicted here, too, unless the user has named the cluster.
         is_shared = len(manifest) > manifest.rows_per_block(request.format.shape)
         if not uses_cluster(address) or not (is_shared or names_cluster(address)):
             hardware = machine_hardware()
