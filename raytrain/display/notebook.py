@@ -109,7 +109,7 @@ def as_html(page: RenderableType) -> str:
     console.print(page, soft_wrap=isinstance(page, Text))  # a sentence is not cut in the middle of a path
     html = console.export_html(inline_styles=True, code_format=f'<pre style="{_STYLE}">{{code}}</pre>')
     # Few fonts have braille dots. The browser takes them from another font, whose width would break the lines, so each
-    # gets a box as wide as a character.
+    # gets a box as wide as a character. A braille cell without dots becomes a space, which needs no box.
     return _DOTS.sub(rf'<i style="{_CELL}">\g<0></i>', html.replace("\u2800", " "))
 
 

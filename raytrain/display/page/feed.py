@@ -194,7 +194,7 @@ class Curves:
     """
 
     def __init__(self, kind: Kind) -> None:
-        self.generation = -1
+        self.generation = -1  # clear() makes it 0
         self._kind: Kind = kind
         self.clear()
 
@@ -208,7 +208,8 @@ class Curves:
         self._rows_per_point = 1
         self._num_points = 0
         self._steps = array("q")  # the last step of each point, followed by the steps of the rows that wait
-        self._columns: dict[str, tuple[array[float], ...]] = {}  # mean, minimum and maximum at each of these steps
+        # By metric: mean, minimum and maximum at each of these steps.
+        self._columns: dict[str, tuple[array[float], ...]] = {}
 
     def extend(self, rows: Sequence[MetricRow]) -> None:
         """Add rows; rows of another kind are left out, and rows whose step is not after the last one's."""

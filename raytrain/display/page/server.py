@@ -61,8 +61,8 @@ Query = Mapping[str, str]
 class PageServer:
     """Serves the page of ``runs`` to this machine, in a thread, while it is open.
 
-    ``port`` 0 is any that is free; None is :data:`DEFAULT_PORT`, or any if that is taken. Raises UsageError if the port
-    is none, and, when it is opened, if the port cannot be used.
+    ``port`` 0 is any that is free; None is :data:`DEFAULT_PORT`, or any if that is taken. Raises UsageError if
+    ``port`` is no number of a port, and, when it is opened, if the port cannot be used.
     """
 
     def __init__(self, runs: WatchedRuns, port: int | None = None) -> None:
@@ -176,7 +176,7 @@ class PageServer:
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Refuse requests about runs without the token, and set the security headers of all answers.
 
-        A connection whose request has the token is no stranger's any more. An unexpected exception becomes an answer of
+        A connection counts as trusted once a request on it has the token. An unexpected exception becomes an answer of
         status 500, and a warning in the terminal.
         """
         # The page itself is no secret, and is loaded without the token: only requests to /api/ need one.

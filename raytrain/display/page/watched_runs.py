@@ -183,7 +183,7 @@ class WatchedRuns:
             if not is_raytrain_command:
                 return None
 
-        # The command, for a trial that of its sweep.
+        # A trial is resumed by the command of its sweep.
         subcommand, verb = "train", "Resume"
         sweep = _sweep_name(name)
         if sweep is not None and (sweep_store := run_store(self.storage, sweep)).exists(SWEEP):
@@ -277,8 +277,9 @@ class HomeRuns(StoredRuns):
 
     def __init__(self, storage: str) -> None:
         super().__init__(storage, [])
-        self._opening = threading.Lock()
-        self._curves: dict[str, tuple[str | None, _Measured]] = {}  # by run, with its heartbeat when it was read
+        self._opening = threading.Lock()  # two viewers may open the same run at the same time
+        # By run: the heartbeat that it had when its evaluations were read, and these. They are read again after that.
+        self._curves: dict[str, tuple[str | None, _Measured]] = {}
 
     def description(self, chosen: Sequence[str] | None) -> dict[str, Any]:
         """Return what a viewer gets first; without a choice, the viewer shows the list of runs."""
