@@ -511,7 +511,10 @@ class AttachedLaunch:
             self.coordinator.request_stop(StopReason("caller", "the thread that records the run has failed"))
 
     def conclude(self, outcome: Outcome) -> TrainResult:
-        """Pass on the workers' outcome, and return the result once it is written; raise the session's exception."""
+        """Give the session the workers' outcome, and return the result once it is written.
+
+        Raises the exception with which the session ended, if any.
+        """
         self.coordinator.conclude(outcome)
         return self._result.result()
 

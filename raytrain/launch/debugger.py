@@ -33,7 +33,7 @@ def terminal_of_command() -> str | None:
 def open_at_breakpoints(terminal: str | None, report: Callable[[bool], object]) -> None:
     """Have ``breakpoint()`` in this process open a debugger in ``terminal``; without one, raise UsageError.
 
-    If the user's variable PYTHONBREAKPOINT names a debugger other than Python's, ``breakpoint()`` opens that as ever.
+    If the user's variable PYTHONBREAKPOINT names a debugger other than Python's, ``breakpoint()`` opens that one.
     ``report`` is called with True before the debugger first asks for a command, and with False when the loop goes on.
 
     Example: ``open_at_breakpoints("/dev/pts/1", reporter.debugger)``

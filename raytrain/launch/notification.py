@@ -82,7 +82,7 @@ def check_notify(config: TrainConfig) -> None:
     ).returncode:
         raise UsageError(
             "--notify is no URL, which begins with https://, and its first word is no command that this machine has; "
-            "give one of both."
+            "give one of the two."
         )
 
 

@@ -72,7 +72,7 @@ def check_named(config: TrainConfig) -> None:
 def check_named_code(config: TrainConfig) -> None:
     """Raise UsageError if a network, transforms or weights that the options name do not exist.
 
-    The user's code is not run for that, and nothing is asked over the network: what only these can tell comes later.
+    It neither runs the user's code nor asks over the network. What only these can find out is checked later.
     """
     from raytrain.config.user_code import check_module, names_own_function
     from raytrain.training.loop_mistakes import check_named_function

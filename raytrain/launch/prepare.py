@@ -424,7 +424,7 @@ class PreparedRun(TrainRequest):
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """The ``sys.argv`` of the workers: that of this process if the loop is a function of it, else only its name."""
+        """The ``sys.argv`` of the workers: the whole one of this process if it defines the loop, else only its name."""
         return tuple(sys.argv if self.loop is not None else sys.argv[:1])
 
     def copy_log(self) -> None:

@@ -304,7 +304,7 @@ class SocketReporter:
     def logged(self, record: LoggedRecord) -> None:
         """Have the driver write ``record`` into the files of its loggers."""
         with suppress(EOFError, OSError):  # the driver was killed, and the agent ends its workers
-            self._call("printed", [record])
+            self._call("printed", [record])  # which takes printed lines and log records
 
     # A report of the debugger, in which the loop waits for a person.
 
@@ -326,7 +326,7 @@ class SocketReporter:
         self._call("worker_failed", rank, reason, trace)
 
     def watch_for_stop(self) -> None:
-        """Start a thread that waits for a request to stop, of which :meth:`stop_requested` then tells."""
+        """Start a thread that waits for a request to stop; from then on, :meth:`stop_requested` returns True."""
         call = Caller(self._calls)  # a connection of its own, because it waits in each call
 
         def wait_for_stop() -> None:

@@ -281,19 +281,21 @@ class CallServer:
         self._listener.close()
 
     def _accept(self) -> None:
+        """Accept connections until this is closed, and serve each in a thread of its own."""
         while not self._closed:
             with suppress(OSError, EOFError, AuthenticationError):  # the caller is gone, or does not know the key
                 connection = self._listener.accept()
                 threading.Thread(target=self._serve, args=(connection,), daemon=True, name="call").start()
 
     def _serve(self, connection: Connection) -> None:
+        """Call the methods that a caller names, and send back the result or the exception of each, until it ends."""
         with connection, suppress(OSError, EOFError):  # the caller ends
             while True:
                 name, arguments = connection.recv()
                 try:
-                    answer = getattr(self._target, name)(*arguments), None
+                    answer = (getattr(self._target, name)(*arguments), None)
                 except Exception as error:
-                    answer = None, error
+                    answer = (None, error)
                 connection.send(answer)
 
 

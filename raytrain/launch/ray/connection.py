@@ -1,9 +1,21 @@
 """The Ray cluster of a command: one that runs already, or this process's own.
 
 A :class:`Connection` decides at once which cluster it will use, and may start one, which takes seconds. Its method
-``connect`` waits for the cluster and joins it, so that the caller can do other things in between. A process can be in
-only one cluster at a time. A cluster that it has started itself (:class:`OwnRay`) is kept for the next connection, of
-any thread, until the process ends.
+``connect`` waits for the cluster and joins it, so that the caller can do other things in between.
+
+A process can be in only one cluster at a time, and several of its threads may have connections. So whose cluster it is
+decides when the process leaves it:
+
+================================  ==========================  =====================================================
+cluster                           who joins it                when this process leaves it
+================================  ==========================  =====================================================
+the user's code has joined it     ``ray.init``, before        never: the user's code goes on in it
+it runs already, at an address    the first ``connect``       when the last connection is closed (_JoinedCluster)
+none: this process starts one     the first ``connect``       at its own end: the next run needs no start (OwnRay)
+================================  ==========================  =====================================================
+
+This process's own cluster ends earlier if another cluster is to be joined, or if it no longer fits: the user asks for
+other GPUs, variables of this process have changed, or its head does not answer. While a run uses it, either is refused.
 """
 
 from __future__ import annotations
@@ -68,7 +80,8 @@ class OwnRay:
         self._gpus = gpus
         self._cluster = LocalCluster(visible_gpus(gpus) if gpus else {})
         self._address: str | None = None
-        self._opened = ExitStack()  # closing it restores what this Ray needs: variables, logging, the fork server
+        # What this Ray needs in this process, undone at its end: the fork server, variables, Ray's messages in the log.
+        self._opened = ExitStack()
         self._opened.enter_context(keep_server())
         self._joining = threading.Lock()
         self._environment: dict[str, str] | None = None  # variables of this process after the last use

@@ -317,8 +317,8 @@ class RayMonitor:
 def needs_coordinator(prepared: PreparedRun, coordinated: str = "it", command: str = "train") -> Generator[None]:
     """Raise :class:`CoordinatorLost` if the coordinator of a run dies before the ``with`` block has its answers.
 
-    Every call whose answer the driver waits for is in one: the coordinator may die as soon as it begins. If it has died
-    with the whole node, nothing can be started there again: then a TrainingFailed is raised.
+    The coordinator may die as soon as it begins, so each call whose answer the driver waits for is in such a block. If
+    the whole node has died, nothing can be started there again, and TrainingFailed is raised.
 
     The sentence says that the process that coordinates ``coordinated`` has died ("it" is the run; a sweep has "its
     trials"), and how the subcommand ``command`` of raytrain resumes the run.

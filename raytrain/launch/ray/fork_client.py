@@ -144,9 +144,10 @@ def start_variables() -> dict[str, str]:
 def server_address(program: str) -> bytes:
     """Return the abstract socket of the fork server that fits this process.
 
-    It differs for another user, code, Python, Ray, container or control group, and for other start variables.
+    A process with another user, code, Python, Ray, container, control group or other start variables gets another
+    address, because what this server forks would not fit it.
     """
-    container = [Path(f"/proc/self/{name}") for name in _OF_A_CONTAINER]
+    files_of_container = [Path(f"/proc/self/{name}") for name in _OF_A_CONTAINER]
     features = [
         os.getuid(),
         sys.executable,
@@ -154,7 +155,7 @@ def server_address(program: str) -> bytes:
         max(file.stat().st_mtime_ns for file in _ROOT.rglob("*.py")),  # changes with the code of raytrain
         program,
         Path(program).parents[3].stat().st_mtime_ns,  # changes with the packages that are installed
-        [os.readlink(file) if file.is_symlink() else file.read_text() for file in container],
+        [os.readlink(file) if file.is_symlink() else file.read_text() for file in files_of_container],
         sorted(start_variables().items()),
     ]
     return b"\0raytrain-" + hashlib.sha256(json.dumps(features).encode()).hexdigest()[:32].encode()
@@ -181,7 +182,7 @@ def main(arguments: list[str]) -> None:
 
 def traits(arguments: list[str]) -> dict[str, Any]:
     """Return everything that the forked process takes over from this one, but for its streams."""
-    mask = os.umask(0o077)  # the system tells the mask only to who sets another one
+    mask = os.umask(0o077)  # the only call that returns the mask also sets another one
     os.umask(mask)
     names = [name for name in dir(resource) if name.startswith("RLIMIT_")]
     return {

@@ -27,7 +27,8 @@ def head_answers(timeout_s: float) -> bool:
     try:
         with suppress(AttributeError):
             if api:
-                api[0].gcs_client.check_alive([], timeout=timeout_s)
+                (worker,) = api
+                worker.gcs_client.check_alive([], timeout=timeout_s)
     except RayError:
         return False
     return True
@@ -101,7 +102,8 @@ def _resource_usage(timeout_s: float) -> Any:
     api = WORKER.find()
     if api is None:
         raise AttributeError(WORKER.lost)
-    reply: Any = api[0].gcs_client.get_all_resource_usage(timeout=timeout_s)
+    (worker,) = api
+    reply: Any = worker.gcs_client.get_all_resource_usage(timeout=timeout_s)
     return reply.resource_usage_data
 
 
@@ -112,8 +114,10 @@ def autoscaler_problems() -> list[str]:
 
     Example: ``["gpu_8x: You have requested more vCPU capacity than your current vCPU limit allows."]``
     """
-    api = AUTOSCALER_STATUS.find()
-    status: bytes | None = api[0](_AUTOSCALER_STATUS) if api else None
+    status: bytes | None = None
+    if api := AUTOSCALER_STATUS.find():
+        (get_from_head,) = api
+        status = get_from_head(_AUTOSCALER_STATUS)
     report: Any = json.loads(status or b"{}").get("autoscaler_report") or {}
     node_types = report.get("node_availability_summary", {}).get("node_availabilities", {}).values()
     problems = [(node_type["node_type"], node_type.get("unavailable_node_information")) for node_type in node_types]

@@ -236,8 +236,10 @@ def read_variables() -> None:
     Nothing happens if this Ray has no way to do so; see ``LATE_VARIABLES``.
     """
     if api := LATE_VARIABLES.find():
-        initialize, constants, _ = api
-        initialize("")
+        # Ray has read variables in three places: the settings of its C++ code, its constants, and the hook that starts
+        # a Ray at the first call.
+        initialize_settings, constants, _ = api
+        initialize_settings("")
         importlib.reload(constants)
         hook = importlib.import_module("ray._private.auto_init_hook")
         hook.enable_auto_connect = os.environ.get("RAY_ENABLE_AUTO_CONNECT") != "0"  # pyright: ignore
@@ -273,12 +275,13 @@ def messages_in_log() -> Iterator[None]:
     if api is None:
         yield
         return
+    (print_message,) = api
     module: Any = importlib.import_module("ray._private.worker")
     module.print_to_stdstream = log_message
     try:
         yield
     finally:  # the user may join another Ray afterwards, and want to see what its workers print
-        module.print_to_stdstream = api[0]
+        module.print_to_stdstream = print_message
 
 
 # Ray Train and tasks.
@@ -291,11 +294,12 @@ def delay_barrier(later: Callable[[Any], Any]) -> None:
     argument is there. The actor's process waits for these arguments, and calls of the actor wait for its process.
     """
     if api := BARRIER.find():
+        (barrier_class,) = api
         module = importlib.import_module("ray.train.v2._internal.execution.worker_group.worker_group")
 
-        # Ray Train calls Class.options(…).remote(…), so that is all that what stands in for the class must have.
+        # Ray Train only calls Class.options(…).remote(…), so the object in place of the class needs no more than that.
         def options(**actor_options: Any) -> SimpleNamespace:
-            start = api[0].options(**actor_options).remote
+            start = barrier_class.options(**actor_options).remote
             return SimpleNamespace(
                 remote=lambda **arguments: start(**{name: later(value) for name, value in arguments.items()})
             )
@@ -304,22 +308,28 @@ def delay_barrier(later: Callable[[Any], Any]) -> None:
 
 
 def name_placement_groups(prefix: str) -> None:
-    """Have Ray Train's controller, in this process, name its placement groups: ``prefix``, and a number."""
+    """Have Ray Train's controller, in this process, name its placement groups: ``prefix``, and a random number."""
     if api := RESERVED.find():
+        (placement_group,) = api
+        # Ray Train calls the function under the name that this module has imported.
         module: Any = importlib.import_module("ray.train.v2._internal.execution.worker_group.worker_group")
-        module.placement_group = lambda **options: api[0](name=f"{prefix}{uuid.uuid4().hex}", **options)
+        module.placement_group = lambda **options: placement_group(name=f"{prefix}{uuid.uuid4().hex}", **options)
 
 
 def is_tune_trial() -> bool:
     """Return whether this process runs a function for a trial of Ray Tune."""
-    api = TRIAL.find()
-    return api is not None and bool(api[0]())
+    if api := TRIAL.find():
+        (in_tune_session,) = api
+        return bool(in_tune_session())
+    return False
 
 
 def announced_preemption() -> Any:
     """Return Ray Train's newest announcement that nodes of this worker's run will be taken away; None without one."""
-    api = PREEMPTION.find()
-    return api and api[0]().preemption_context.preemption_info
+    if api := PREEMPTION.find():
+        get_train_context, _, _ = api
+        return get_train_context().preemption_context.preemption_info
+    return None
 
 
 def is_repeated_task() -> bool:
@@ -329,9 +339,10 @@ def is_repeated_task() -> bool:
     """
     import ray
 
-    api = WORKER.find() if ray.is_initialized() else None
-    with suppress(AttributeError):
-        return api is not None and api[0].core_worker.get_current_task_attempt_number() > 0
+    if ray.is_initialized() and (api := WORKER.find()):
+        (worker,) = api
+        with suppress(AttributeError):
+            return worker.core_worker.get_current_task_attempt_number() > 0
     return False
 
 

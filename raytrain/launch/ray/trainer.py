@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 # A run's data reaches its workers in another way, and this process frees what a dead controller has reserved.
 _CALLBACKS_LEFT_OUT = {"DatasetsCallback", "PlacementGroupCleanerCallback"}
-_DASHBOARD_CALLBACK = "StateManagerCallback"  # it tells the dashboard of a run, if Ray Train is asked to keep track
+_DASHBOARD_CALLBACK = "StateManagerCallback"  # shows the run on the dashboard, if Ray Train is asked to keep track
 _RESIZE_OPTION = "elastic_resize_monitor_interval_s"  # of ScalingConfig: how often an elastic run looks for more room
 _RESIZE_EVERY_S = 30.0
 _ENDS_WITHIN_S = 10.0
@@ -190,9 +190,10 @@ class _Trainer(TorchTrainer):
                 setattr(policy, name, lambda: None)
         if (api := CONTROLLER.find()) is None:
             return super()._initialize_and_run_controller(**options)
+        (controller_class,) = api
         users_settings = {name: value for name, value in os.environ.items() if name.startswith(_SETTINGS)}
         settings = self._settings | users_settings
-        return ray.get(self._coordinator.control.remote(api[0], options, settings, self._reserved_prefix))
+        return ray.get(self._coordinator.control.remote(controller_class, options, settings, self._reserved_prefix))
 
 
 class _FailureReporter(UserCallback):

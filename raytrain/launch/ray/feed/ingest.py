@@ -108,7 +108,8 @@ def blocks_by_tasks(
         ref = read.remote(images, orders[order], number)
         waiting.append((order, ref))
         running.append(ref)
-        # Blocks are yielded in turn: a block that is read early waits for those before it.
+        # Blocks are yielded in turn: a block that is read early waits for those before it. The one just begun is
+        # running, so that this stops before ``waiting`` is empty.
         while waiting[0][1] not in running:
             yield waiting.popleft()
     for order, ref in waiting:

@@ -124,7 +124,7 @@ class StreamQueues:
         self._taken = threading.Condition(self._lock)  # wakes the threads that fill the queues
         self._queues: dict[Stream, dict[int, _Queue]] = {}
         self._failures: dict[Stream, str] = {}
-        self._newest: dict[str, tuple[int, int]] = {}  # the age of the newest stream of each data set
+        self._newest: dict[str, tuple[int, int]] = {}  # by data set: the :attr:`Stream.age` of its newest stream
         self._closed = False
 
     def open(self, stream: Stream, ranks: Iterable[int]) -> bool:
