@@ -162,6 +162,9 @@ def keeps_shared(config: ResolvedConfig, data: Dataset, memory_bytes: int) -> bo
 
     ``memory_bytes`` is what one machine has for them.
     """
+    if config.cache != "auto":
+        return config.cache == "memory"
+    # Images can be shared if all epochs use the same: files are the same, and so are pixels unless another crop is
+    # decoded each time.
     stays_same = data.train_format.as_files or not config.crops_originals
-    fits = stays_same and sum(data.num_bytes) <= _SHARED_FRACTION * memory_bytes
-    return config.cache == "memory" or (config.cache == "auto" and fits)
+    return stays_same and sum(data.num_bytes) <= _SHARED_FRACTION * memory_bytes

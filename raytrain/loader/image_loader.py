@@ -375,7 +375,7 @@ class ImageLoader:
     def _with_decoder(self, device: torch.device) -> tuple[ResolvedConfig, Dataset]:
         """Return options and images with the decoder decided, in the same way in all processes.
 
-        Raises UsageError if it is to be the GPU, and that cannot decode in one of them.
+        Raises UsageError if the user asked for ``decoder="gpu"`` and a process cannot decode the images on its GPU.
         """
         config, data, asked = self._config, self._data, self._asked_decoder
         if asked == "cpu":

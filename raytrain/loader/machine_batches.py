@@ -268,7 +268,7 @@ class MachineBatches(AbstractContextManager["MachineBatches"]):
     def _kept_block(self, kept: SharedBlocks, number: int) -> Block:
         """Return kept block ``number``; raise the exception that has ended the decoding, if any.
 
-        That is asked after the block is there: see :meth:`Decoders.check`.
+        The exception is looked for only after the block has been taken: see :meth:`Decoders.check`.
         """
         block = kept(number)
         self._decoders.check()

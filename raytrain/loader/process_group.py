@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class ProcessGroup:
-    """The processes that read together: those of ``torch.distributed``, unless rank and number are ``given``.
+    """The processes that read together: the group of ``torch.distributed``, unless rank and number are ``given``.
 
     Example:
         >>> rank, world_size = ProcessGroup().rank_and_size()
@@ -27,7 +27,7 @@ class ProcessGroup:
     def rank_and_size(self) -> tuple[int, int]:
         """Return the rank of this process and the number of processes, as they are known now.
 
-        They are those that were given, or of ``torch.distributed``, or of RANK and WORLD_SIZE in the environment;
+        Both were given, or come from ``torch.distributed``, or from RANK and WORLD_SIZE in the environment;
         without all of these, 0 and 1. Raises UsageError if the environment has other values.
         """
         if self._given is not None:

@@ -137,9 +137,9 @@ class TransformedBatches:
 
 
 def _joined_batch(local: LocalBatch, pieces: Sequence[Future[Block]]) -> LocalBatch:
-    """Return ``local`` with the transformed images of its ``pieces``; wait for them. One without images stays as it is.
+    """Wait for the transformed images of the ``pieces`` of ``local``, and return the batch with them.
 
-    Raises the exception of a transform.
+    A batch without images is returned unchanged. Raises the exception of a transform.
     """
     images = [piece.result().images for piece in pieces]
     return replace(local, images=np.concatenate(images)) if images else local

@@ -56,7 +56,7 @@ class CostMeter:
         self.gpus_without_price: set[str] = set()
 
     def update(self, snapshot: Snapshot) -> Snapshot:
-        """Return ``snapshot`` with the dollars and the energy so far; None of what is not known.
+        """Return ``snapshot`` with the dollars and the energy of the run so far; each is None if it is not known.
 
         After the end of the run, the dollars remain as they were.
         """
@@ -71,8 +71,9 @@ class CostMeter:
         if self._prices is None:
             return dataclasses.replace(snapshot, gpu_kwh=kwh)
 
-        # The dollars. Until workers report, show the cost of one machine without counting it: all of the time since the
-        # start is counted at the right rate later. If they report no more, the rate is that of their last reports.
+        # The dollars. Until workers report, it is not known how many machines there are: show the cost of one without
+        # counting it, since the first report counts the whole time before it, at the rate of all machines. If workers
+        # stop reporting, the rate of their last reports goes on.
         self._dollars_per_hour = self._dollars_per_hour_of(self._prices, snapshot.machines) or self._dollars_per_hour
         if not snapshot.over:
             now = self._clock()

@@ -46,7 +46,8 @@ class RunReader:
         self.name = name
         self._rows = _GrowingLines(store, METRICS, RowParser())
         self._events = _GrowingLines(store, EVENTS, partial(parse_lines, parse_event))
-        self._skipped = _GrowingLines(store, SKIPPED, partial(parse_lines, bool))  # only to count them
+        # Skipped images are only counted, so that their lines need not be parsed into records.
+        self._skipped = _GrowingLines(store, SKIPPED, partial(parse_lines, bool))
         self._steps: deque[MetricRow] = deque(maxlen=_NUM_ROWS_TIMED)  # the latest rows of steps
         self._evaluation: MetricRow | None = None  # the latest one
         self._steps_per_epoch = 1  # as far as the rows show it
@@ -162,8 +163,8 @@ class _GrowingLines(Generic[T]):
         parsed: the results of ``parse`` for the lines so far, unless the caller has removed some.
         num_parsed: the number of these results, including those that were removed.
         behind: the last piece did not reach the end of the document, so that more can be read at once.
-        version: 1, and 1 more whenever the document was replaced by another one, as when a run resumes. That is
-            recognised by reading the last bytes of the previous piece again.
+        version: 1, and 1 more whenever the document was replaced by another one, as when a run resumes. A replaced
+            document is recognised by reading the last bytes of the previous piece again.
     """
 
     def __init__(self, store: Store, path: str, parse: Callable[[list[bytes]], Sequence[T]]) -> None:
@@ -208,9 +209,9 @@ class _GrowingLines(Generic[T]):
             self.read()
 
     def _read_piece(self) -> bytes:
-        """Return the last bytes that were parsed, as the document has them now, and a piece after them.
+        """Read the next piece of the document, and before it again the bytes that were parsed last, ``_end``.
 
-        They do not begin with ``_end`` if the document was replaced. Empty if there is no document.
+        If the document was replaced, the result begins with other bytes. It is empty if there is no document.
         """
         start = self._num_bytes - len(self._end)
         try:

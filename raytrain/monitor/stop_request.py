@@ -102,7 +102,7 @@ class StopSignals:
 
     @contextmanager
     def outlive_terminal(self) -> Generator[None]:
-        """Ignore that a view can no longer write, so that the run still ends with a checkpoint.
+        """Ignore the exceptions of a view whose output is gone, so that the run still ends with a checkpoint.
 
         An output that fails is always ignored: EIO of a closed terminal, which also sends SIGHUP, and ENOSPC of a full
         disk, which need not be the disk of the run. A closed pipe is ignored once the run is to stop. If it is the

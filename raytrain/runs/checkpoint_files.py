@@ -80,8 +80,9 @@ _CHECKPOINT = re.compile(re.escape(CHECKPOINTS) + r"step-(\d{9})(?:-(\d+))?\.pt"
 def checkpoint_path(step: int, takeover: int = 0) -> str:
     """Return the path of the checkpoint after ``step`` completed steps, relative to the run.
 
-    ``takeover`` is that of the owner's claim (see :mod:`raytrain.runs.ownership`). Owners since a takeover use names of
-    their own: a request of an earlier owner that arrives late neither replaces nor deletes their checkpoints.
+    ``takeover`` is that of the owner's claim: a number that each takeover from a silent owner changes, 0 before the
+    first one (see :mod:`raytrain.runs.ownership`). So a late request of an earlier owner neither replaces nor deletes
+    the checkpoints of its successors.
 
     Example:
         >>> checkpoint_path(120, takeover=3)

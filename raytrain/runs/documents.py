@@ -100,11 +100,11 @@ def new_name(recipe: str) -> str:
 def check_name(name: str, option: str = "--name", storage: str = "") -> str:
     """Return ``name``, the value of ``option``, if a run may have it; raise UsageError otherwise.
 
-    ``storage`` is where the run is looked for, if it is there already: a path in place of a name is then taken as one
-    below it, for the advice in the error.
+    ``storage`` is where an existing run is looked for. If the name is a path, the advice in the error takes it as one
+    below this storage.
     """
     if not _NAME.fullmatch(name):
-        # Users often give a path: that of the run, that of its folder as a shell completes it, or a checkpoint's.
+        # Users often give a path: of the run, of its folder as a shell completes it, or of a checkpoint.
         folder, slash, last = name.rstrip("/").rpartition("/")
         if slash and "://" in storage and "://" not in folder:  # a path in the bucket
             folder = f"{storage.rstrip('/')}/{folder}".rstrip("/")

@@ -1,6 +1,6 @@
 """Logs of a run: what its processes print, shown at once and copied to storage.
 
-Each process writes to a file of its machine: Ray's, that of torch's elastic agent, or that of a :class:`DriverLog`. A
+Each process writes to a file of its machine, which Ray, torch's elastic agent or a :class:`DriverLog` has opened. A
 thread reads what the files have grown by, several times a second, and passes on whole lines of workers to the driver;
 every few seconds it copies the files to storage. Both are without secrets. An attempt has logs of its own, whose names
 begin with the process and sort by time: ``worker-0-20250131T120000.err``.

@@ -164,7 +164,7 @@ class Sample(Generic[T]):
             del self._newest[: -self._size]
 
     def follow(self, first_row: int, rows: Iterable[T]) -> None:
-        """Add the result of another sample's :meth:`since`; if it begins with row 0, it replaces all rows here."""
+        """Add rows of another sample, as its :meth:`since` returns them; they replace all rows here from row 0 on."""
         if first_row == 0:
             self.keep(lambda row: False)
         self.extend(rows)

@@ -250,5 +250,5 @@ def _flags(config: TrainConfig, names: Sequence[str]) -> list[str]:
 
 
 def as_tuple(value: object) -> tuple[object, ...]:
-    """Return ``value``, that of an option, as a tuple: itself if it is one, otherwise with it as the only item."""
+    """Return the ``value`` of an option as a tuple: unchanged if it is one, otherwise as the only item."""
     return cast("tuple[object, ...]", value) if isinstance(value, tuple) else (value,)

@@ -92,7 +92,7 @@ class Claim:
         return cls(**known)
 
     def check(self, content: bytes | None, url: str) -> None:
-        """Raise OwnerChanged unless ``content``, that of the claim in the run at ``url``, still names this owner."""
+        """Raise OwnerChanged unless the claim of the run at ``url``, whose content is given, still names this owner."""
         # If the claim is gone, the run was deleted, and one more write must not bring it back.
         if content is None:
             raise OwnerChanged(

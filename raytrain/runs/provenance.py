@@ -61,8 +61,8 @@ class Provenance:
     def difference_from(self, before: Provenance) -> str:
         """Return the differences from the attempt ``before`` as a part of a sentence; empty if there is none.
 
-        The command does not count: that of a resume always differs. Of the code, files of this attempt count that are
-        new or have another text.
+        The command does not count, because a resume always has another one. Of the code, files of this attempt count
+        that are new or have another text.
         """
         # The commit, the code, and Python.
         parts: list[str] = []

@@ -117,8 +117,8 @@ def watch_for_life(store: Store) -> bool:
 def stored_status(document: dict[str, Any], report: Report = ignore) -> RunStatus:
     """Return the status in a ``status.json`` as the run wrote it, even if its process is gone.
 
-    ``report`` gets a sentence if values have the wrong type, which are left out. Without a status in the document, it
-    is interrupted.
+    Values of the wrong type are left out, and ``report`` gets a sentence about them. A document without a status counts
+    as interrupted.
     """
     values = known_fields(RunStatus, document)
     if unusable := [field.name for field in dataclasses.fields(RunStatus) if field.name in document.keys() - values]:
@@ -127,9 +127,9 @@ def stored_status(document: dict[str, Any], report: Report = ignore) -> RunStatu
 
 
 def parse_status(document: dict[str, Any], report: Report = ignore) -> RunStatus:
-    """Return the status in a ``status.json``; interrupted if the run claims to be active, but cannot be.
+    """Return the status in a ``status.json``, or ``interrupted`` if the run claims to be active and cannot be.
 
-    That is if its process is known to be gone, or has not written for a minute by the clock of this machine.
+    It cannot be active if its process is known to be gone, or has not written for a minute by this machine's clock.
     """
     status = stored_status(document, report)
     if not status.active:
