@@ -382,8 +382,8 @@ class BucketStore(Store):
     def _list_any_names(self, start: str, unusable_names: list[str], error: UnusableNames) -> Sequence[ObjectMeta]:
         """Return objects whose names begin with ``start``, by boto3, which returns names that obstore refuses.
 
-        Names that cannot be used are left out, and added to ``unusable_names``. Raises ``error``, that of obstore, for
-        other clouds than S3.
+        Names that cannot be used are left out, and added to ``unusable_names``. In other clouds than S3,
+        raises ``error``, with which obstore has refused them.
         """
         if not isinstance(self.cloud, S3):
             raise error

@@ -150,7 +150,7 @@ class FolderStore(Store):
 
     def list(self, prefix: str = "") -> Iterator[StoredObject]:
         try:
-            if _is_there(folder := self._file(prefix), stat.S_ISDIR):
+            if _is_of_kind(folder := self._file(prefix), stat.S_ISDIR):
                 yield from self._walk(folder, set())
         except OSError as error:
             raise explain_os_error(error, error.filename or self._file(prefix)) from error
@@ -179,7 +179,7 @@ class FolderStore(Store):
 
     def exists(self, path: str) -> bool:
         with self._explained(path):
-            return _is_there(self._file(path), stat.S_ISREG)
+            return _is_of_kind(self._file(path), stat.S_ISREG)
 
     def guarded(self, guard: Guard) -> FolderStore:
         return dataclasses.replace(self, guard=guard)
@@ -280,11 +280,11 @@ class FolderStore(Store):
             raise explain_os_error(error, shown_url(f"{self.url}/{path}")) from error
 
 
-def _is_there(path: str, is_kind: Callable[[int], bool]) -> bool:
-    """Return True if ``path`` is of a kind: a file if ``is_kind`` is ``stat.S_ISREG``, a folder if it is ``S_ISDIR``.
+def _is_of_kind(path: str, is_kind: Callable[[int], bool]) -> bool:
+    """Return True if something of a kind is at ``path``: a file for ``stat.S_ISREG``, a folder for ``stat.S_ISDIR``.
 
-    Raises OSError where that cannot be known, such as in a folder that this user may not enter: os.path.isfile would
-    return False.
+    Raises OSError if the system does not say, as in a folder that this user may not enter: os.path.isfile would return
+    False.
     """
     try:
         return is_kind(os.stat(path).st_mode)

@@ -141,7 +141,7 @@ class CredentialLender:
 
 @dataclass(frozen=True)
 class Scope:
-    """The URLs in S3 that credentials shall be good for: all that start with one of ``reads`` or ``writes``.
+    """The URLs in S3 that credentials are limited to: all that start with one of ``reads`` or ``writes``.
 
     What may be written may be read, too. URLs that are not in S3 are left out.
     """
@@ -160,7 +160,7 @@ class Scope:
         ]
 
         # Listings of the same prefixes, a statement for each bucket. Without s3:ListBucket, S3 answers that access is
-        # denied where an object does not exist. Requests for objects have no prefix, so the condition must not ask for
+        # denied if an object does not exist. Requests for objects have no prefix, so the condition must not ask for
         # one.
         listed = sorted({root for _, roots in allowed for root in roots})
         listings: list[dict[str, Any]] = []

@@ -118,7 +118,7 @@ class _Fetch:
     def hedge_slow_requests(self) -> float | None:
         """Send requests that have become slow a second time; return the seconds after which to call this again.
 
-        That is when the next request may have become slow. None if no more requests of this call may be hedged.
+        By then, the next request may have become slow. None if no more requests of this call may be hedged.
         """
         while self._hedges_left and self._begun:
             index, began = self._begun[0]

@@ -51,7 +51,7 @@ class Guard(Protocol):
         ...
 
     def check(self, content: bytes | None, url: str) -> None:
-        """Raise OwnerChanged if ``content``, that of the object ``path`` in the store ``url``, names another owner.
+        """Raise OwnerChanged if the object ``path`` in the store ``url``, whose content is given, names another owner.
 
         Raise it also if ``content`` is None, because the object is gone.
         """

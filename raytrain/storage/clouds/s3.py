@@ -191,14 +191,17 @@ class S3(Cloud):
     def boto_config(self) -> dict[str, Any]:
         """Return the settings of this S3 as options of botocore's Config."""
         config: dict[str, Any] = {"s3": {"addressing_style": "virtual" if self.virtual_hosted else "path"}}
-        return config | ({"proxies": {}} if is_loopback(self.endpoint_url) else {})
+        if is_loopback(self.endpoint_url):
+            config["proxies"] = {}  # otherwise botocore takes the environment's proxy, which cannot reach this machine
+        return config
 
 
 @lru_cache(maxsize=4)
-def _configured(_: object) -> S3:
-    """Return S3 as boto3 is configured. The argument stands for the configuration, by which the result is cached.
+def _configured(_configuration: object) -> S3:
+    """Return S3 as boto3 finds it configured in this process.
 
-    Raises StorageError if the configuration is broken.
+    ``_configuration`` is only the key of the cache: whenever it differs, boto3 is asked again. Raises StorageError if
+    the configuration is broken.
     """
     from botocore.exceptions import BotoCoreError
 

@@ -3,7 +3,7 @@
 Each step of the chain may be the user's or that of the machine: keys in variables or in a file, a program that prints
 them (``credential_process``), a token of another service (web identity), a sign-in in the browser (SSO), or the role
 that EC2, ECS or EKS give to a node. boto3 finds the first that is set and renews what expires. What is added here:
-the role of a node without a request where there can be none, and sentences that name the program or file at fault.
+no request asks for the role of a machine that cannot have one, and sentences name the program or file at fault.
 """
 
 # boto3 and botocore have no types.
@@ -75,13 +75,13 @@ def own_role() -> Credentials | None:
 
 
 def own_role_or(fallback: CredentialSource) -> BucketCredentials | None:
-    """Return the credentials of the role of this process's node; without a role, those of ``fallback``."""
+    """Return the credentials of the role of this process's node; without a role, what ``fallback`` returns."""
     return own_role() or fallback()
 
 
 @lru_cache(maxsize=1)
-def _chain_credentials(_: object) -> Any:
-    """Return boto3's credentials, which renew themselves. The argument is the configuration, by which it is cached."""
+def _chain_credentials(_configuration: object) -> Any:
+    """Return boto3's credentials, which renew themselves. ``_configuration`` is only the key of the cache."""
     return aws_session().get_credentials()
 
 
