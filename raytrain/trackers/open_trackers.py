@@ -36,10 +36,10 @@ _BUILT_IN = {
 
 
 def open_trackers(*several: Trackers) -> list[NamedTracker]:
-    """Return the trackers of a run, each under a name of its own; raise UsageError for one that cannot be opened.
+    """Return the trackers of a run, each under a name of its own; each is opened later, in its thread.
 
-    They are opened later, in their threads. A repeated name counts once, and the second object of one class is called
-    ``Class#2``::
+    A repeated name counts once, and the second object of one class is called ``Class#2``. Raises UsageError for what is
+    no tracker, and for a tracker whose package or module cannot be imported::
 
         open_trackers(["tensorboard", "mlflow"], CSVLogger("logs"))
     """
@@ -49,8 +49,10 @@ def open_trackers(*several: Trackers) -> list[NamedTracker]:
         if isinstance(tracker, str) and tracker in trackers[:index]:
             continue
         named = _named_tracker(tracker)
-        number = sum(earlier.name.partition("#")[0] == named.name for earlier in named_trackers) + 1
-        named_trackers.append(named if number == 1 else replace(named, name=f"{named.name}#{number}"))
+        num_earlier = sum(earlier.name.partition("#")[0] == named.name for earlier in named_trackers)
+        if num_earlier:
+            named = replace(named, name=f"{named.name}#{num_earlier + 1}")
+        named_trackers.append(named)
     return named_trackers
 
 
@@ -123,9 +125,9 @@ class TrackResult:
 def track(run: str, trackers: Trackers, *, storage: Location = "./runs") -> TrackResult:
     """Send the history and the last checkpoint of a run that is over, without what the trackers have already.
 
-    For a sweep, send its trials, which are shown together, as while they train. ``trackers`` are names or objects, as
-    for :func:`raytrain.train`, but only names for a sweep. Raises UsageError if the run still trains, and RaytrainError
-    with the reason if a tracker fails::
+    For a sweep, send all its trials; a tracker shows them together, as it does while they train. ``trackers`` are names
+    or objects, as for :func:`raytrain.train`, but only names for a sweep. Raises UsageError if the run still trains,
+    and RaytrainError with the reason if a tracker fails::
 
         raytrain.track("first", ["mlflow"]).places
     """

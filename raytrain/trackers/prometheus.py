@@ -106,7 +106,7 @@ class PrometheusTracker:
             self._gauges[name].labels(self._run).set(value)
 
     def finalize(self, status: str) -> None:
-        """Close the port, so that the run's last values can no longer be scraped."""
+        """Close the port. From then on, the run's last values can no longer be scraped."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()

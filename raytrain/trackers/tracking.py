@@ -168,7 +168,7 @@ class TrackerThread:
     """Opens a tracker and sends it new rows until the end, in a thread that starts at once.
 
     ``params`` are the options that the tracker gets. ``report`` gets an event if it opens or fails. ``ask_to_stop`` is
-    called if somebody has requested a stop in the tracker. ``clock``, in seconds, tells whether the tracker hangs.
+    called if somebody has requested a stop in the tracker. By ``clock``, in seconds, a tracker that hangs is found.
     """
 
     def __init__(
@@ -274,9 +274,9 @@ class TrackerThread:
             self._finalize_at_end(tracker)
 
     def _finalize_at_end(self, tracker: Tracker | None) -> None:
-        """Wait for the end of the run, and tell it a tracker that has failed, which would show the run as running.
+        """Wait for the end of the run, and finalize a tracker that has failed: it would show the run as running.
 
-        ``tracker`` is None if it could not be opened, or has failed while it was told the end.
+        ``tracker`` is None if it could not be opened, or has failed in its ``finalize``.
         """
         if tracker is None:
             return
@@ -354,7 +354,7 @@ class TrackerThread:
     def _send_network(self, tracker: Any, checkpoint: str) -> None:
         """Send a checkpoint as a file of this machine, unless the tracker has it already.
 
-        Other than for rows, the position is stored afterwards: after a kill, a checkpoint may be sent once more.
+        Unlike for rows, the position is stored after sending: after a kill, a checkpoint may be sent once more.
         """
         if checkpoint == self._position.network:
             return
