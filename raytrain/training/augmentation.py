@@ -205,7 +205,7 @@ class Augmentation:
     def _automatic_steps(self, chosen: AutoAugment, samples: Int64s, epoch: int, size: Size) -> Iterator[Step]:
         """Yield the steps of RandAugment, TrivialAugment (Müller and Hutter 2021), or 3-Augment (DeiT III).
 
-        There are none of AugMix, which mixes images.
+        AugMix has no steps, because it mixes images: see :meth:`_augmix`.
         """
         if chosen.policy == "augmix":
             return
@@ -231,7 +231,7 @@ class Augmentation:
         """Return images mixed with three chains of one to three operations on each (Hendrycks et al. 2020)."""
         magnitudes = magnitudes_of("augmix", (images.shape[2], images.shape[3]))
 
-        # Random shares that add up to 1: that of the image itself, and that of each chain. Exponential random numbers,
+        # Random shares that add up to 1: of the image itself, and of each chain. Exponential random numbers,
         # divided by their sum, are uniformly distributed over all ways to divide the rest among the chains.
         image_share, *chain_numbers = self._numbers(_SHARES, samples, epoch, 1 + _NUM_CHAINS)
         exponential = -np.log1p(-np.stack(chain_numbers))

@@ -326,7 +326,7 @@ class SynchronisedBatchNorm(ConvertedBatchNorm):
     weight_of_loss: Tensor  # float64 (), see set_num_used
 
     def prepare(self) -> None:
-        """Weight the loss as a rank's term of a sum, until ``set_num_used`` tells another weight."""
+        """Weight the loss as a rank's term of a sum, until ``set_num_used`` sets another weight."""
         self.weight_of_loss = torch.ones((), dtype=torch.float64)
 
     def forward(self, input: Tensor) -> Tensor:

@@ -165,7 +165,9 @@ class ParallelNetworks(ExactNetworks):
         return counts[: self._worker.rank].sum().long() + torch.arange(self._images.num_rows, device=counts.device)
 
     def _share(self) -> Tensor | float:
-        """Return m_j / M, by which a backward multiplies the gradient of each parameter; 0.0 without images.
+        """Return this worker's share of the images of the global batch, by which a backward multiplies its gradients.
+
+        It is m / M for the m images of this worker and the M of all workers; 0.0 without images.
 
         Raises UsageError if no network was called before the backward.
         """
@@ -381,8 +383,8 @@ def _check_network(network: object) -> None:
 def _check_group_came_first(world_size: int) -> None:
     """Raise UsageError if more processes train now than the ``world_size`` for which the networks were made parallel.
 
-    That is so if the process group was made after them, or never: then WORLD_SIZE, which torchrun sets, tells how many
-    processes there are.
+    More train if the process group was made after the networks, or never: then WORLD_SIZE, which torchrun sets, says
+    how many processes there are.
     """
     has_group = dist.is_available() and dist.is_initialized()
     in_environment = environ.get("WORLD_SIZE") or "1"

@@ -126,7 +126,7 @@ def _named_metrics(run: Run) -> NamedMetrics | None:
 def with_views(network: Network, views: Collection[TestView]) -> Network:
     """Return ``network`` with its logits averaged over mirrored (``flip``) or shifted (``shift``) images, or both.
 
-    Without views, that is ``network`` itself.
+    Without views, ``network`` is returned unchanged.
     """
     flipped = partial(flip_test, network) if "flip" in views else network
     return partial(shift_test, flipped) if "shift" in views else flipped

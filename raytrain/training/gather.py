@@ -20,8 +20,9 @@ def gather_rows(rows: Tensor, share: Callable[[], Tensor | float]) -> Tensor:
     """Return the ``rows``, (n, ...), of all workers in their order, (sum of n, ...); every worker has its own n.
 
     Each worker computes the same loss of all rows, and it must count once. So the gradients of a row are averaged over
-    the workers, that of worker j with the weight m_j / M, which ``share`` returns. The worker that has the row gets the
-    average divided by its own weight, because its gradients are multiplied by that when they reach the parameters.
+    the workers. The gradient of worker j, which has m_j of the M images, has the weight m_j / M, which ``share``
+    returns. The worker that has the row gets the average divided by its own weight, because its gradients are
+    multiplied by it when they reach the parameters.
 
     Example::
 

@@ -240,6 +240,7 @@ class ExactGradients:
         else:
             self._sum()
         self._is_running = False
+        # Give all hooks back before the first one is called: if it raises an exception, none is lost.
         held_hooks = [held for held in self._give_back_hooks() if held.parameter.grad is not None]
         if not self._is_deferred:
             for held in held_hooks:
@@ -460,8 +461,8 @@ def _split_into_buckets(parameters: Sequence[Tensor]) -> Iterator[Bucket]:
     bucket: list[Tensor] = []
     num_bytes, limit_bytes = 0, _FIRST_BYTES
     for parameter in parameters:
-        does_not_fit = bucket and (parameter.dtype, parameter.device) != (bucket[0].dtype, bucket[0].device)
-        if does_not_fit or num_bytes >= limit_bytes:
+        is_of_other_kind = bucket and (parameter.dtype, parameter.device) != (bucket[0].dtype, bucket[0].device)
+        if is_of_other_kind or num_bytes >= limit_bytes:
             yield Bucket(bucket)
             bucket, num_bytes, limit_bytes = [], 0, _BYTES
         bucket.append(parameter)

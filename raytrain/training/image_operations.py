@@ -8,8 +8,8 @@ cache.
 
 Two properties follow from how these kernels round:
 
-- Each result equals that of torchvision's function on uint8, or differs by one level where a sum of products is so near
-  to a whole number that rounding decides on which side of it the sum falls.
+- Each result equals that of torchvision's function on uint8, or differs by one level if a sum of products is so near to
+  a whole number that rounding decides on which side of it the sum falls.
 - An image gets the same bytes in any batch. Products and sums are separate kernels, because IEEE arithmetic defines how
   each is rounded, while a fused multiply-add is used for some elements of a tensor and not for others. Sums over pixels
   are sums of whole numbers, which are exact in any order. Sampling between pixels treats each image alone.

@@ -27,8 +27,8 @@ def states_of_variables(loop: Callable[..., Any]) -> dict[str, object]:
     """Return a state of each outside variable that ``loop`` names, to find changes by.
 
     Outside variables are the global ones, those of a function around the loop, the arguments of a partial function that
-    are given by name, and the attributes of the object if the loop is a method. The state of a plain value is the value
-    itself, that of a collection its length, and that of a network a count of writes. Others are left out.
+    are given by name, and the attributes of the object if the loop is a method. A plain value is its own state, a
+    collection has its length as state, and a network a count of writes. Other variables are left out.
 
     Example: ``{"history": 0}`` for a loop that calls ``history.append(...)``
     """

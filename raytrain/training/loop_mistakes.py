@@ -224,8 +224,8 @@ def _with_inner(code: CodeType) -> Iterator[CodeType]:
 def _codes_of_file(module: CodeType, functions: Mapping[str, CodeType], loop: str) -> Iterator[CodeType]:
     """Yield the code that runs when a file is imported, and when its function ``loop`` is called.
 
-    ``module`` is the code of the file, ``functions`` that of its functions and classes, by name. Those are reached that
-    the file itself reads, and whose name stands in code that is reached.
+    ``module`` is the code of the file, and ``functions`` has the code of its functions and classes, by name. A function
+    is reached if the file itself reads its name, or code that is reached contains the name.
     """
     yield module
     names_to_visit = [loop, *(name for name, _ in _names_loaded(module))]

@@ -381,9 +381,11 @@ class _Calls(TorchFunctionMode):
             self._has_compared |= bool(first and second and first != second)
 
     def _mark_moved_parts(self, parts: Any) -> None:
-        """Mark those ``parts`` of a tensor whose rows are moved; a part that begins with the first image is not."""
+        """Mark those ``parts`` of a tensor whose row 0 is no longer of image 0, so that their rows count as moved."""
         first_row = 0
         for part in parts:
+            # A tensor may have the rows of all images several times, such as two views of each, one after the other. A
+            # part that begins with a repetition begins with the first image, too.
             if first_row % self._num_images:
                 self._marks[part].add("moved")
             first_row += len(part)

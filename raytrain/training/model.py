@@ -87,9 +87,9 @@ def build_model(
 
 
 def _make_with_options(name: str, options: Mapping[str, Any], make: Callable[[], Any]) -> Any:
-    """Return what ``make`` does, a library's function for the network ``name`` with the user's ``options``.
+    """Return the result of ``make``, which has a library build the network ``name`` with the user's ``options``.
 
-    Raises UsageError if it fails, which is taken to be because of the options.
+    Raises UsageError if it fails: the options are taken to be the cause.
     """
     shown = " ".join(f"{key}={value!r}" for key, value in options.items())
     try:
@@ -276,10 +276,10 @@ def _find_pretrained(name: str) -> PretrainedCfg:
 
 
 def preprocessing(name: str, channels: int) -> dict[str, Any]:
-    """Return the options that treat images as those were on which the weights of timm's network ``name`` were trained.
+    """Return options of a run with which images look as they did when timm trained the weights of its network ``name``.
 
-    They are options of a run, such as ``image_size`` and ``mean``, by name. Grey images get the mean over the colours.
-    Raises UsageError if timm is missing, or has no such network.
+    These are ``image_size``, ``mean`` and others, by name. Grey images get the mean over the colours. Raises UsageError
+    if timm is missing, or has no such network.
     """
     pretrained = _find_pretrained(name)
     mean, std = pretrained.mean, pretrained.std
@@ -324,7 +324,7 @@ def check_growing_size(model: nn.Module, config: TrainConfig) -> None:
     """
     if not isinstance(config.image_size, str):  # "128..224" grows
         return
-    # A forward without gradients tells it in milliseconds, before the run has read any image.
+    # A forward without gradients shows it in milliseconds, before the run has read any image.
     (height, width), _ = first_and_full_size(config.image_size)
     try:
         model.eval()(torch.zeros(1, config.channels, height, width))

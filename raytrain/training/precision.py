@@ -30,7 +30,7 @@ def cpu_flags() -> frozenset[str]:
 
 
 def set_gpu_products(precision: str) -> None:
-    """Let the GPUs of this process round the factors of float32 products to TF32; not if ``precision`` is float32."""
+    """Let this process's GPUs round the factors of float32 products to TF32, unless ``precision`` is float32."""
     import torch
 
     may_round = precision != "float32"

@@ -169,15 +169,15 @@ class Run:
         """
         model = transfer.initial_model(self.config, self.num_classes, self.weights).train()
         transfer.freeze(model, self.config.freeze, self.num_classes)
-        # The text of its layers later tells whether a prepared network is one that the options name.
+        # A network that is prepared later is taken for the one of the options if its layers have the same text.
         self.models.built_by_options.add(str(model))
         return model
 
     def build_optimizer(self, model: nn.Module) -> Optimizer:
         """Return the optimizer that the options name, over the trainable parameters of ``model``.
 
-        Raises UsageError if nothing is left to train, or if an option needs the head or the order of the layers, and
-        the network does not tell them.
+        Raises UsageError if nothing is left to train, or if an option needs the head or the order of the layers and
+        these cannot be found in the network.
         """
         return build_optimizer(self.config, model, self.num_classes)
 

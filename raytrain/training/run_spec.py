@@ -29,7 +29,7 @@ class RunSpec:
     """Spec of a run, the same on every worker. It is sent to the workers, and holds no secret."""
 
     config: ResolvedConfig
-    loop: Callable[[Run], None] | None  # None: that of --loop, which with_functions loads, or the built-in one
+    loop: Callable[[Run], None] | None  # None: with_functions loads the one of --loop, or the built-in one
     transforms: Callable[[], Transforms] | None = None  # makes the user's own transforms
     classes: tuple[str, ...]
     manifest_digest: str

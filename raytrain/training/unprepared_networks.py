@@ -80,11 +80,11 @@ class UnpreparedNetworks:
             self._carried.begin_epoch(frame)
 
     def look(self, frame: FrameType | None, run: object, *, is_first_of_epoch: bool) -> None:
-        """Before a batch, report what the loop has changed and no checkpoint holds; do nothing where no look is due.
+        """Before a batch, report what the loop has changed and no checkpoint holds; do nothing if no look is due.
 
-        That are networks among the variables of ``frame``, counters of optimizers, what the loop carries from epoch to
-        epoch, and a number of a batch by which it decides. ``frame`` asks for the batch. Its variable ``run`` is left
-        out, because it holds the prepared networks.
+        It looks at the networks among the variables of ``frame``, which asks for the batch, at counters of optimizers,
+        at what the loop carries from epoch to epoch, and at the number of a batch by which it decides. The frame's
+        variable ``run`` is left out, because it holds the prepared networks.
         """
         is_due = is_first_of_epoch or self._num_batches == _THIRD_BATCH
         self._num_batches += 1

@@ -50,7 +50,7 @@ _DAMAGE = (zipfile.BadZipFile, zlib.error, UnicodeDecodeError, RuntimeError, EOF
 
 
 def check_weights_source(location: str) -> None:
-    """Raise UsageError if there are no weights at ``location``, as far as this can be told without a connection.
+    """Raise UsageError if there are no weights at ``location``, as far as it can be checked without a connection.
 
     A file must exist, and an address of Hugging Face must have the right form, and its client be installed. Buckets are
     not asked.
