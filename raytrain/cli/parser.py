@@ -6,7 +6,7 @@ Each command is a plain function; tyro makes the parser from its annotations. Th
 - A parameter ``config: TrainConfig`` becomes the choice of a recipe, whose options start from the recipe's defaults:
   tyro gets the sections of options as dataclasses with these defaults, made for one parse.
 - With ``--config`` the options start from a file instead, and with ``--resume`` from the stored options of the run.
-  Which file or run that is, only a parse tells, so the same words are parsed up to three times. What is typed wins.
+  Only a parse finds out which file or run that is, so the same words are parsed up to three times. What is typed wins.
 - A command must start at once. So tyro gets only the command and the recipe that are chosen, and a command line without
   a recipe, as in ``train --data X``, gets one before tyro sees it.
 """
