@@ -30,6 +30,8 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import register_multi_grad_hook
+from torch.utils.hooks import RemovableHandle
 
 from raytrain.config import ResolvedConfig
 from raytrain.data.blocks import LocalBatch
@@ -62,6 +64,11 @@ _NOT_PREPARED = (
 _FROZEN_NOW = (
     "{names} have learned before this resume, and are frozen now: what the loop unfreezes in an epoch, it also has to "
     "unfreeze in a run that resumes after it, as in `if epoch.number >= 2:`, not `== 2`"
+)
+_LATE = (
+    "the loop computes with a batch after it has asked for the next one: a checkpoint or a stop in between counts the "
+    "batch, without what the network learns from it, so a resume leaves it out; compute with each batch before asking "
+    "for the next one, as a run reads images ahead by itself"
 )
 _LEARNS_NOW = (
     "{names} were frozen before this resume, and learn now: what the loop freezes in an epoch, it also has to freeze "
@@ -137,6 +144,9 @@ class Steps:
         # Counts of this attempt, the same on all workers.
         self._num_steps_done = 0
         self._num_accumulated = 0  # batches since an optimizer has stepped
+        # On one worker, whether the loop seems to compute with each batch after it has asked for the next one.
+        self._first_has_step = False  # an optimizer has stepped in the first batch of the epoch
+        self._late_hook: RemovableHandle | None = None  # called by a backward after the last batch
         self.num_calls = 0  # calls of the run that all workers make together
         # Things that an attempt does once.
         self._start_is_reported = False
@@ -174,6 +184,7 @@ class Steps:
         That starts the step's all-reduce, whose totals ``end_batch`` reads.
         """
         self.phase = LoopPhase.IN_BATCH
+        self._end_late_watch()
         self._num_local = self._num_images = len(local.labels)
         if self._trace is not None:
             self._trace.add(self.progress.step + 1, local.samples)
@@ -235,12 +246,14 @@ class Steps:
         batch of an epoch, :meth:`end_epoch` does both, once the loop's own code has run.
         """
         self._complete_step_and_set_due()
-        if self._is_at_end_of_epoch():
-            return True
-        self._save_if_due()  # after a stop request, it also ends the loop
-        if self._early_stop.reason is not None:
-            self.phase = LoopPhase.OVER
-        return self.is_over
+        if not self._is_at_end_of_epoch():
+            self._save_if_due()  # after a stop request, it also ends the loop
+            if self._early_stop.reason is not None:
+                self.phase = LoopPhase.OVER
+            if not self.is_over:
+                return False
+        self._watch_for_late_backward()
+        return True
 
     def leave_epoch(self, num_left: int) -> None:
         """End the step from which the loop has left its epoch, and skip the ``num_left`` batches after it.
@@ -265,6 +278,7 @@ class Steps:
 
         Raises UsageError if the loop has asked for no batch of the epoch.
         """
+        self._end_late_watch()
         if self.is_over:  # the run has stopped in the middle of the epoch
             return
         if self.phase is LoopPhase.BETWEEN_EPOCHS:
@@ -286,6 +300,7 @@ class Steps:
         Return how the run ended. It has failed if its last weights are not finite, so that they were not saved.
         Raises UsageError if only some workers' loops have returned, or if the run has no step.
         """
+        self._end_late_watch()
         # The loop may have returned from a batch. If it was the last one, the run is complete.
         if self.in_batch and self.progress.step + 1 == self._plan.num_steps:
             self.end_batch()
@@ -351,6 +366,8 @@ class Steps:
         step = self.progress.step + 1
         self.progress = replace(self.progress, step=step, samples_seen=self.metrics.samples_seen)
         self._num_steps_done += 1
+        if self._num_steps_done == 1 or (step - 1) % self._plan.steps_per_epoch == 0:
+            self._first_has_step = self.optimizers.has_stepped
         self._num_accumulated = 0 if self.optimizers.has_stepped else self._num_accumulated + 1
         self.optimizers.end()
         # Its metrics come with the next step's all-reduce, so the row is recorded then.
@@ -371,6 +388,24 @@ class Steps:
             self.optimizers.check_agreement(step)
         self.watch.compare()  # which does nothing unless the step was watched
         return totals
+
+    def _watch_for_late_backward(self) -> None:
+        """Report the next backward, if it comes before the next batch or the end of the epoch and is of the last batch.
+
+        It is taken to be so if an optimizer has stepped in the last batch and not in the first, as in a loop that gets
+        each batch ahead of its step. On several workers, :meth:`share` refuses this backward.
+        """
+        if self._worker.world_size > 1 or self._first_has_step or self._num_accumulated:
+            return
+        weights = [weight for model in self._models.trained for weight in model.parameters() if weight.requires_grad]
+        if weights:
+            self._late_hook = register_multi_grad_hook(weights, lambda _: self.report_once(_LATE), mode="any")
+
+    def _end_late_watch(self) -> None:
+        """Report no further backward as late."""
+        if self._late_hook is not None:
+            self._late_hook.remove()
+            self._late_hook = None
 
     def _report_changed_freezing(self) -> None:
         """Report weights that learn after the first step of a resume, and did not before, or the other way round."""

@@ -380,6 +380,29 @@ def takes_all_batches_first(run: Run) -> None:
             learn(model, optimizer, batch)
 
 
+def gets_each_batch_ahead(run: Run) -> None:
+    model, optimizer = prepared(run)
+    for epoch in run.epochs():
+        batches = iter(epoch)
+        batch = next(batches, None)
+        while batch is not None:
+            following = next(batches, None)
+            learn(model, optimizer, batch)
+            batch = following
+
+
+def steps_what_is_left_after_the_epoch(run: Run) -> None:
+    model, optimizer = prepared(run)
+    for epoch in run.epochs():
+        for batch in epoch:
+            cross_entropy(model, batch).backward()
+            if batch.step % 4 == 3:
+                optimizer.step()
+                optimizer.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def forgets_its_optimizer(run: Run) -> None:
     model, _ = prepared(run)
     for epoch in run.epochs():
@@ -396,6 +419,7 @@ def returns_a_number(run: Run) -> float:
     ("loop", "said"),
     [
         (takes_all_batches_first, "after 6 steps the weights are what they were before"),
+        (gets_each_batch_ahead, "the loop computes with a batch after it has asked for the next one"),
         (forgets_its_optimizer, "after 6 steps the weights are what they were before"),
         (returns_a_number, "what the loop returns (float) is dropped"),
     ],
@@ -404,7 +428,15 @@ def returns_a_number(run: Run) -> float:
 def test_a_loop_that_learns_nothing_or_returns_something_is_told_so(loop: Loop, said: str, tmp_path: Path) -> None:
     notes = [note for note in train_loop(loop, tmp_path).notes if not note.startswith("--")]
     assert len(notes) == 1 and notes[0].startswith(said)
-    assert not [note for note in train_loop(to_the_end, tmp_path / "right").notes if not note.startswith("--")]
+    for right in (to_the_end, steps_what_is_left_after_the_epoch):
+        notes = train_loop(right, tmp_path / right.__name__).notes
+        assert not [note for note in notes if not note.startswith("--")]
+
+
+def test_a_stopped_loop_that_gets_each_batch_ahead_is_told_what_it_loses(tmp_path: Path) -> None:
+    stopped = train_loop(gets_each_batch_ahead, tmp_path, recorder=Recorder(2))
+    assert stopped.outcome.status == "stopped"
+    assert any("so a resume leaves it out" in note for note in stopped.notes)
 
 
 def goes_over_an_epoch_twice(run: Run) -> None:
