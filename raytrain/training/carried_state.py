@@ -328,8 +328,14 @@ def _live_names(code: CodeType, offset: int) -> tuple[set[str], set[str]]:
     The first set has local variables, the second one attributes and global variables.
     """
     # Find, by index, the instructions that may be executed after each one: the next one, and the target of a jump.
-    instructions = list(dis.get_instructions(code))
-    index_at = {instruction.offset: index for index, instruction in enumerate(instructions)}
+    # In long functions, instructions whose numbers need more than a byte have prefixes, EXTENDED_ARG. A jump to such an
+    # instruction leads to its first prefix, so that has the index of the instruction.
+    instructions: list[dis.Instruction] = []
+    index_at: dict[int, int] = {}
+    for instruction in dis.get_instructions(code):
+        index_at[instruction.offset] = len(instructions)
+        if instruction.opname != "EXTENDED_ARG":
+            instructions.append(instruction)
     reads_and_writes = [_reads_and_writes(instruction) for instruction in instructions]
     successors: list[list[int]] = []
     for index, instruction in enumerate(instructions):
