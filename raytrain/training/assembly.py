@@ -246,7 +246,7 @@ def _common_mistake(error: BaseException, world_size: int) -> str | None:
     """
     message, line = str(error), _line_of(error)
 
-    # torch compares the workers' collectives after one of them has aborted, and tells their shapes.
+    # torch compares the workers' collectives after one of them has aborted, and its error has their shapes.
     if "Detected mismatch between collectives" in message:
         shapes = " and ".join(re.findall(r"TensorShape=(\[[\d, ]*\])", message)) or "none"
         return (
