@@ -31,12 +31,12 @@ from .runs.outcome import TrainResult as TrainResult
 from .storage.filesystem import filesystem as filesystem
 from .trackers.open_trackers import track as track
 from .trackers.tracker import Tracker as Tracker
-from .training.augmentation import Augmentation as Augmentation
-from .training.batch import Batch as Batch
-from .training.batch import Epoch as Epoch
-from .training.data_parallel import no_sync as no_sync
-from .training.data_parallel import parallel as parallel
+from .training.batches.augmentation import Augmentation as Augmentation
+from .training.batches.batch import Batch as Batch
+from .training.batches.batch import Epoch as Epoch
+from .training.exact.data_parallel import no_sync as no_sync
+from .training.exact.data_parallel import parallel as parallel
+from .training.networks.weight_average import WeightAverage as WeightAverage
 from .training.run import Run as Run
-from .training.weight_average import WeightAverage as WeightAverage
 
 __all__: list[str]

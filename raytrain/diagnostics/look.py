@@ -33,12 +33,12 @@ from raytrain.launch.suspicious_pictures import read_pictures
 from raytrain.runs.documents import new_name, plain, run_store
 from raytrain.runs.metric_row import NUM_SUSPICIOUS_SHOWN, SkippedImage
 from raytrain.storage.store import Store
-from raytrain.training.augment import Augment
-from raytrain.training.batch import Batch
-from raytrain.training.device_batches import to_batch
-from raytrain.training.gallery import screen_pixels
-from raytrain.training.mixup import mix_batch
-from raytrain.training.user_transforms import UserTransforms
+from raytrain.training.batches.augment import Augment
+from raytrain.training.batches.batch import Batch
+from raytrain.training.batches.device_batches import to_batch
+from raytrain.training.batches.mixup import mix_batch
+from raytrain.training.batches.user_transforms import UserTransforms
+from raytrain.training.metrics.gallery import screen_pixels
 
 _MAX_SAMPLED = 2048  # images of each part that are decoded
 _NUM_READ_AT_ONCE = 64  # images

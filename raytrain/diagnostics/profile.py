@@ -32,7 +32,7 @@ from raytrain.runs.documents import run_store
 from raytrain.storage.open import absolute_path, open_store
 from raytrain.storage.temporary_files import TemporaryFolder
 from raytrain.training import loop as built_in
-from raytrain.training.batch import Batch, Epoch
+from raytrain.training.batches.batch import Batch, Epoch
 from raytrain.training.optimizer_steps import optimizer_hooks
 from raytrain.training.run import WAIT_FOR_DATA, Run
 

@@ -21,7 +21,7 @@ from raytrain.runs.checkpoint_files import newest_checkpoint
 from raytrain.storage.open import check_output, write_output
 from raytrain.storage.store import Store
 from raytrain.training.checkpoint import read_checkpoint
-from raytrain.training.sample_margins import MARGINS, margins_missing
+from raytrain.training.metrics.sample_margins import MARGINS, margins_missing
 
 LABEL_FILE_SUFFIXES = (".csv", ".parquet")
 
@@ -39,7 +39,7 @@ class RankedLabels:
 
 
 def rank_labels(config: TrainConfig, store: Store, data: Dataset) -> RankedLabels | None:
-    """Rank the training images of the run in ``store`` by their mean margins (``training/sample_margins.py``).
+    """Rank the training images of the run in ``store`` by their mean margins (``training/metrics/sample_margins.py``).
 
     Return None if the run has no checkpoint, or the newest one has no margins, or those of another number of images.
 

@@ -22,7 +22,7 @@ from raytrain.experiments.trials import names_of
 from raytrain.runs.documents import CONFIG, run_store
 from raytrain.runs.metric_row import MetricRow, own_metrics, steps_per_epoch
 from raytrain.runs.records import RunInfo, RunRecord, read_run
-from raytrain.training.evaluation_metrics import is_lower_better
+from raytrain.training.metrics.evaluation_metrics import is_lower_better
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,7 +40,7 @@ from raytrain.monitor.stop_request import StopSignals
 from raytrain.runs.checkpoint_files import Identity
 from raytrain.runs.documents import CONFIG, new_name, read_config
 from raytrain.trackers.open_trackers import open_trackers
-from raytrain.training.evaluation_metrics import is_lower_better, measured_metrics
+from raytrain.training.metrics.evaluation_metrics import is_lower_better, measured_metrics
 
 if TYPE_CHECKING:
     from raytrain.training.run import Run

@@ -39,7 +39,7 @@ from raytrain.runs.metrics_history import read_metrics
 from raytrain.runs.outcome import StopReason
 from raytrain.runs.redact import one_line
 from raytrain.runs.status import RunStatus, read_status
-from raytrain.training.evaluation_metrics import measured_metrics
+from raytrain.training.metrics.evaluation_metrics import measured_metrics
 
 SweepView = Callable[[SweepSnapshot], None]
 """Shows a sweep: called about twice a second with the state of all trials, and what they have cost."""

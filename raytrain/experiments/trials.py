@@ -28,7 +28,7 @@ from raytrain.runs.documents import CONFIG, SWEEP, check_name, open_run, read_js
 from raytrain.runs.logs import STARTUP
 from raytrain.runs.outcome import train_command
 from raytrain.storage.store import Store
-from raytrain.training.evaluation_metrics import is_lower_better
+from raytrain.training.metrics.evaluation_metrics import is_lower_better
 
 PLAN = STARTUP.getChild("plan")
 """Logs the plan of a sweep in one line, when it starts."""

@@ -18,7 +18,7 @@ from raytrain.errors import UsageError
 from raytrain.inference.trained_run import TrainedRun
 from raytrain.runs.checkpoint_files import stored_thresholds
 from raytrain.runs.documents import plain
-from raytrain.training.evaluation_metrics import (
+from raytrain.training.metrics.evaluation_metrics import (
     DEFAULT_THRESHOLD,
     average_precisions,
     balanced_accuracy,

@@ -32,11 +32,11 @@ from raytrain.runs.checkpoint_files import require_checkpoint, stored_thresholds
 from raytrain.runs.documents import CONFIG, open_run, read_trusted_config
 from raytrain.storage.open import read_input
 from raytrain.storage.store import Store
-from raytrain.training.augment import Augment
+from raytrain.training.batches.augment import Augment
 from raytrain.training.checkpoint import read_checkpoint
 from raytrain.training.evaluation import with_views
-from raytrain.training.evaluation_metrics import DEFAULT_THRESHOLD
-from raytrain.training.model import build_model
+from raytrain.training.metrics.evaluation_metrics import DEFAULT_THRESHOLD
+from raytrain.training.networks.model import build_model
 
 if TYPE_CHECKING:
     from raytrain.training.run import Run

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from raytrain.errors import UsageError
-from raytrain.training.transfer import find_heads
+from raytrain.training.networks.transfer import find_heads
 
 
 class NetworkWithEmbeddings(nn.Module):

@@ -166,7 +166,7 @@ def _named_metrics(trained: TrainedRun, manifest: Manifest, table: pa.Table) -> 
         return {}
     import torch
 
-    from raytrain.training.named_metrics import NamedMetrics
+    from raytrain.training.metrics.named_metrics import NamedMetrics
 
     metrics = NamedMetrics(
         config.named_metrics, trained.classes, multi_label=config.multi_label, device=torch.device("cpu")

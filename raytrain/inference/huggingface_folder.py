@@ -19,7 +19,7 @@ from raytrain.inference.classifier import Classifier
 from raytrain.inference.model_card import lines_of_views
 from raytrain.storage.open import open_store
 from raytrain.storage.store import Store
-from raytrain.training.model import timm_arguments
+from raytrain.training.networks.model import timm_arguments
 from raytrain.training.weights_source import to_safetensors
 
 CARD, CONFIG, WEIGHTS = "README.md", "config.json", "model.safetensors"

@@ -25,11 +25,11 @@ from raytrain.errors import UsageError
 from raytrain.runs.outcome import Progress
 from raytrain.storage.temporary_files import TemporaryFolder
 from raytrain.training.checkpoint_state import MEASURED
-from raytrain.training.model import build_model, initialise_lazy_layers
+from raytrain.training.metrics.prepared_metrics import is_metric
+from raytrain.training.networks.model import build_model, initialise_lazy_layers
+from raytrain.training.networks.weight_average import WeightAverage
 from raytrain.training.optimisation import build_optimizer, build_scheduler
-from raytrain.training.prepared_metrics import is_metric
 from raytrain.training.random_numbers import kept_generators
-from raytrain.training.weight_average import WeightAverage
 
 
 class _ImagesNeeded(BaseException):

@@ -15,7 +15,7 @@ from raytrain.runs.outcome import train_command
 from raytrain.runs.provenance import Provenance
 from raytrain.runs.redact import one_line
 from raytrain.training.checkpoint import Checkpoint
-from raytrain.training.model import OPTIONS, network_arguments, timm_arguments
+from raytrain.training.networks.model import OPTIONS, network_arguments, timm_arguments
 from raytrain.training.weights_source import SUFFIX
 
 _CARD = """---

@@ -33,7 +33,7 @@ from raytrain.launch.ray.nodes import cluster_hardware
 from raytrain.runs.checkpoint_files import require_checkpoint
 from raytrain.runs.documents import CLASSES, open_run, read_trusted_config
 from raytrain.storage.store import Store
-from raytrain.training.precision import set_gpu_products
+from raytrain.training.networks.precision import set_gpu_products
 
 if TYPE_CHECKING:
     import torch
@@ -71,7 +71,7 @@ class Predictor:
         import torch
 
         from raytrain.inference.classifier import load_classifier
-        from raytrain.training.autocast import prepare_for_autocast
+        from raytrain.training.networks.autocast import prepare_for_autocast
 
         torch.set_num_threads(num_threads)
         self._device = torch.device(f"cuda:{gpu}" if torch.cuda.is_available() else "cpu")
@@ -102,7 +102,7 @@ class Predictor:
         import torch
         from torch.nn.functional import cross_entropy
 
-        from raytrain.training.autocast import mixed_precision
+        from raytrain.training.networks.autocast import mixed_precision
 
         # The network sees a few hundred images at a time; its outputs are collected on the CPU. They are logits and,
         # with embeddings, D numbers more.

@@ -272,8 +272,8 @@ def look_at_network(config: TrainConfig, images: Images) -> Network:
     """Build the network of ``config``, and return its properties. Raises UsageError if there is no such network."""
     import torch
 
-    from raytrain.training.model import build_model
-    from raytrain.training.transfer import find_heads
+    from raytrain.training.networks.model import build_model
+    from raytrain.training.networks.transfer import find_heads
 
     size = first_and_full_size(config.image_size or _size_for(images))[1]
     model: nn.Module = build_model(
@@ -358,7 +358,7 @@ def _normalised_as_weights(config: TrainConfig) -> TrainConfig:
         return config
     mean, std = _MEAN, _STD
     if (name := timm_name(config.model)) is not None:
-        from raytrain.training.model import preprocessing
+        from raytrain.training.networks.model import preprocessing
 
         mean, std = (preprocessing(name, config.channels)[key] for key in ("mean", "std"))
     return dataclasses.replace(config, mean=mean, std=std)

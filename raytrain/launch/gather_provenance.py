@@ -27,8 +27,8 @@ from raytrain.errors import current_folder
 from raytrain.launch.job_files import own_functions
 from raytrain.runs.provenance import MAX_CHANGED_FILES, Provenance
 from raytrain.runs.redact import redact
-from raytrain.training.loop_mistakes import file_of_function
-from raytrain.training.loop_source import source_lines
+from raytrain.training.loop_checks.loop_mistakes import file_of_function
+from raytrain.training.loop_checks.loop_source import source_lines
 
 COMMIT_VARIABLE = "RAYTRAIN_COMMIT"
 """The variable with the commit and the changed files of the machine that submitted a job, as JSON.

@@ -335,7 +335,7 @@ def prepare(config: TrainConfig, request: TrainRequest | None = None) -> Prepare
             listed.check(stored, f"Run {name!r}")
 
     if request.loop is None and config.loop is None:  # a user's loop may measure in its own way
-        from raytrain.training.evaluation_metrics import check_number_of_classes
+        from raytrain.training.metrics.evaluation_metrics import check_number_of_classes
 
         check_number_of_classes(config.named_metrics, len(data.train.classes))
 
@@ -386,7 +386,7 @@ def with_preprocessing_of_weights(config: TrainConfig) -> TrainConfig:
     name = timm_name(config.model)
     if name is None or config.weights != DEFAULT:
         return config
-    from raytrain.training.model import preprocessing  # imports torch and timm
+    from raytrain.training.networks.model import preprocessing  # imports torch and timm
 
     defaults = preprocessing(name, config.channels)
     return dataclasses.replace(
@@ -494,8 +494,10 @@ class PreparedRun(TrainRequest):
         these train is not known yet.
         """
         from raytrain.config.user_code import load_optional
-        from raytrain.training.memory_format import suits_channels_last  # imports torch, as the workers do meanwhile
-        from raytrain.training.unused_options import names_in_code
+        from raytrain.training.loop_checks.unused_options import names_in_code
+        from raytrain.training.networks.memory_format import (
+            suits_channels_last,  # imports torch, as the workers do meanwhile
+        )
 
         loop: Any = self.loop or load_optional("--loop", self.config.loop)
         # raytrain.profile wraps the user's loop: look at the loop itself.

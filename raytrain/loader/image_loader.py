@@ -45,10 +45,10 @@ from raytrain.loader.process_images import ProcessImages, machine_cache, start_d
 from raytrain.loader.transform_processes import transformed
 from raytrain.runs.metric_row import SkippedImage
 from raytrain.storage.open import open_store
-from raytrain.training import images_of_tensors
-from raytrain.training.augment import Augment
-from raytrain.training.batch import Batch
-from raytrain.training.device_batches import DeviceBatches, HostTensors
+from raytrain.training.batches.augment import Augment
+from raytrain.training.batches.batch import Batch
+from raytrain.training.batches.device_batches import DeviceBatches, HostTensors
+from raytrain.training.exact import images_of_tensors
 
 _log = logging.getLogger("raytrain")
 

@@ -34,8 +34,8 @@ from raytrain.data.labels.part_names import Part
 from raytrain.data.plan.permutation import Int64s
 from raytrain.loader.decoders import Decoders, Report, num_decoders, start_processes
 from raytrain.runs.metric_row import SkippedImage
+from raytrain.training.batches.user_transforms import UserTransforms, subject
 from raytrain.training.protocols import BatchSource
-from raytrain.training.user_transforms import UserTransforms, subject
 
 _MAX_ROWS = 32  # images in a piece
 _NUM_TRIED = 8  # images transformed twice to see whether the results are the same
@@ -75,7 +75,7 @@ def transformed(
 class TransformedBatches:
     """A source of batches whose training images are transformed in processes, which end when this is closed.
 
-    ``own`` makes the transforms: see :func:`raytrain.training.user_transforms.own_transforms`.
+    ``own`` makes the transforms: see :func:`raytrain.training.batches.user_transforms.own_transforms`.
     """
 
     def __init__(self, source: BatchSource, config: ResolvedConfig, own: Callable[..., Any]) -> None:

@@ -148,7 +148,7 @@ NUM_SUSPICIOUS_SHOWN = 16  # images whose labels look wrong, while a run trains
 class SuspiciousLabel(NamedTuple):
     """A training image whose label looks wrong, by its number; margin and loss are means over its draws.
 
-    :mod:`raytrain.training.sample_margins` computes them.
+    :mod:`raytrain.training.metrics.sample_margins` computes them.
     """
 
     sample: int  # index into the manifest

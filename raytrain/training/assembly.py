@@ -19,28 +19,29 @@ from raytrain.monitor.events import Note
 from raytrain.runs.documents import UNUSED_OPTIONS, write_json
 from raytrain.runs.outcome import Outcome, Progress
 from raytrain.training import auto_accumulate as memory
-from raytrain.training import loop, transfer
-from raytrain.training.augment import Augment
-from raytrain.training.batch import Epoch
+from raytrain.training import loop
+from raytrain.training.batches.augment import Augment
+from raytrain.training.batches.batch import Epoch
+from raytrain.training.batches.device_batches import DeviceBatches
 from raytrain.training.checkpoint import Checkpoints
 from raytrain.training.checkpoint_state import CheckpointState
-from raytrain.training.device_batches import DeviceBatches
 from raytrain.training.evaluation import check_evaluation, evaluate_prepared
-from raytrain.training.gallery import Gallery
-from raytrain.training.left_behind import note_on_changes, states_of_variables
-from raytrain.training.loop_source import remember_source_lines
-from raytrain.training.loss import Loss
-from raytrain.training.model import check_growing_size
+from raytrain.training.loop_checks.left_behind import note_on_changes, states_of_variables
+from raytrain.training.loop_checks.loop_source import remember_source_lines
+from raytrain.training.loop_checks.unused_options import options_without_effect, unused_options
+from raytrain.training.metrics.gallery import Gallery
+from raytrain.training.metrics.sample_margins import MARGINS, SampleMargins
+from raytrain.training.networks import transfer
+from raytrain.training.networks.loss import Loss
+from raytrain.training.networks.model import check_growing_size
+from raytrain.training.networks.precision import precision_warning, set_gpu_products
 from raytrain.training.optimisation import parameter_groups
-from raytrain.training.precision import precision_warning, set_gpu_products
 from raytrain.training.prepared_models import PreparedModels, checkpoint_gradients
 from raytrain.training.protocols import BatchSource, Reporter, Worker
 from raytrain.training.run import Run
 from raytrain.training.run_files import RunFiles
 from raytrain.training.run_spec import RunSpec
-from raytrain.training.sample_margins import MARGINS, SampleMargins
 from raytrain.training.steps import Steps
-from raytrain.training.unused_options import options_without_effect, unused_options
 from raytrain.training.waiting import report_long_waits
 
 _RETURNED = "what the loop returns ({}) is dropped: log numbers with run.log, and write anything else into run.folder"

@@ -30,8 +30,8 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from raytrain.errors import UsageError, format_count
-from raytrain.training.prepared_metrics import joined_state, prepare_metric
-from raytrain.training.sample_margins import SampleMargins
+from raytrain.training.metrics.prepared_metrics import joined_state, prepare_metric
+from raytrain.training.metrics.sample_margins import SampleMargins
 
 StateDict = dict[str, Any]
 MEASURED = " as measured"  # suffix of the name of weights that were evaluated, if the network has other ones by now

@@ -15,7 +15,7 @@ from torch import Tensor
 from raytrain.config.evaluation import TestView
 from raytrain.config.user_code import describe
 from raytrain.errors import UsageError, format_count
-from raytrain.training.evaluation_metrics import (
+from raytrain.training.metrics.evaluation_metrics import (
     DEFAULT_THRESHOLD,
     average_precisions,
     balanced_accuracy,
@@ -25,8 +25,8 @@ from raytrain.training.evaluation_metrics import (
     mean_of_known,
     measured_metrics,
 )
-from raytrain.training.loss import check_logits
-from raytrain.training.named_metrics import NamedMetrics
+from raytrain.training.metrics.named_metrics import NamedMetrics
+from raytrain.training.networks.loss import check_logits
 
 if TYPE_CHECKING:
     from raytrain.training.run import Run

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch.nn.utils import clip_grad_norm_
 
+from raytrain.training.networks.weight_average import WeightAverage
 from raytrain.training.run import Run
-from raytrain.training.weight_average import WeightAverage
 
 
 def train(run: Run) -> None:

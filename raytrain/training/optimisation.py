@@ -13,7 +13,8 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from raytrain.config import ResolvedConfig, TrainConfig
 from raytrain.data.plan.batch_plan import BatchPlan
 from raytrain.errors import UsageError
-from raytrain.training.transfer import head_parameters
+from raytrain.training.exact.gradients import parameters_of
+from raytrain.training.networks.transfer import head_parameters
 
 
 def build_optimizer(config: ResolvedConfig, model: nn.Module, num_classes: int) -> Optimizer:
@@ -59,11 +60,6 @@ def _begin_momentum(optimizer: Optimizer, *_: object) -> None:
     for weight in parameters_of(optimizer):
         if weight.grad is not None and optimizer.state[weight].get("momentum_buffer") is None:
             optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
-
-
-def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    """Return all parameters in the groups of ``optimizer``."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def parameter_groups(config: ResolvedConfig, model: nn.Module, num_classes: int) -> list[dict[str, Any]]:

@@ -20,9 +20,10 @@ from torch.utils._pytree import tree_leaves
 
 from raytrain.config import ResolvedConfig
 from raytrain.errors import UsageError, some_of
-from raytrain.training.agreement import find_differing, find_not_on_all
 from raytrain.training.checkpoint_state import CheckpointState
-from raytrain.training.optimisation import parameters_of, rising_rate
+from raytrain.training.exact.agreement import find_differing, find_not_on_all
+from raytrain.training.exact.gradients import parameters_of
+from raytrain.training.optimisation import rising_rate
 from raytrain.training.prepared_models import PreparedModels
 from raytrain.training.protocols import Worker
 
@@ -48,7 +49,7 @@ class OptimizerSteps:
     """Follows the optimizers: whether any has stepped since the loop got its batch, and at which learning rates.
 
     Args:
-        share: returns m_j / M, as in :mod:`raytrain.training.gradients`.
+        share: returns m_j / M, as in :mod:`raytrain.training.exact.gradients`.
         num_steps: number of steps of the whole run, over which a search for a learning rate raises the rate.
     """
 

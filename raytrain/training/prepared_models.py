@@ -2,7 +2,7 @@
 
 ``run.prepare(network)`` changes a network so that N workers compute with it what one would:
 
-1. Its batch norm and dropout layers get other classes (:mod:`raytrain.training.exact_networks`).
+1. Its batch norm and dropout layers get other classes (:mod:`raytrain.training.exact.exact_networks`).
 2. It is moved to the device, gets the weights of a checkpoint, and then those of worker 0.
 3. Options that change how it computes are applied: gradient checkpointing, mixed precision, compilation.
 
@@ -25,17 +25,17 @@ from torch.utils.checkpoint import checkpoint
 
 from raytrain.config import ResolvedConfig, TrainConfig
 from raytrain.errors import UsageError, some_of
-from raytrain.training import batchnorm
-from raytrain.training.agreement import digest_of_tensors, find_differing
-from raytrain.training.autocast import mixed_precision, prepare_for_autocast
-from raytrain.training.batch import Batch
+from raytrain.training.batches.batch import Batch
 from raytrain.training.checkpoint_state import MEASURED, CheckpointState, StateDict
-from raytrain.training.compiled import check_recordable, compile_network, records_graphs
-from raytrain.training.exact_networks import ExactNetworks, make_layers_exact
-from raytrain.training.model import initialise_lazy_layers
-from raytrain.training.optimisation import parameters_of
+from raytrain.training.exact import batchnorm
+from raytrain.training.exact.agreement import digest_of_tensors, find_differing
+from raytrain.training.exact.exact_networks import ExactNetworks, make_layers_exact
+from raytrain.training.exact.gradients import parameters_of
+from raytrain.training.networks.autocast import mixed_precision, prepare_for_autocast
+from raytrain.training.networks.compiled import check_recordable, compile_network, records_graphs
+from raytrain.training.networks.model import initialise_lazy_layers
+from raytrain.training.networks.weight_average import WeightAverage
 from raytrain.training.protocols import Worker
-from raytrain.training.weight_average import WeightAverage
 
 _CAUSE_IN_BUFFERS = (
     "a buffer is filled by a layer or the loop from a worker's own images; average or gather over the workers what "
@@ -106,7 +106,7 @@ class PreparedModels(ExactNetworks):
     """All networks that a loop has prepared (``trained``), on this worker's device.
 
     Args:
-        share: returns m_j / M, see :class:`~raytrain.training.gradients.ExactGradients`.
+        share: returns m_j / M, see :class:`~raytrain.training.exact.gradients.ExactGradients`.
         report: gets a note for whoever watches the run.
     """
 

@@ -41,24 +41,24 @@ from raytrain.data.plan.permutation import mix
 from raytrain.errors import UsageError, format_count
 from raytrain.runs.metric_row import NUM_SUSPICIOUS_SHOWN
 from raytrain.runs.outcome import Outcome, Progress, TrainResult
-from raytrain.training import transfer
-from raytrain.training.augment import Augment
-from raytrain.training.batch import Batch, Epoch
+from raytrain.training.batches.augment import Augment
+from raytrain.training.batches.batch import Batch, Epoch
+from raytrain.training.batches.device_batches import DeviceBatches, HostTensors
 from raytrain.training.checkpoint_state import CheckpointState, Stateful
-from raytrain.training.device_batches import DeviceBatches, HostTensors
-from raytrain.training.gallery import Gallery
-from raytrain.training.gather import gather_rows
-from raytrain.training.logged_values import logged_fractions
-from raytrain.training.loss import Loss, check_answers, check_logits
+from raytrain.training.exact.gather import gather_rows
+from raytrain.training.metrics.gallery import Gallery
+from raytrain.training.metrics.logged_values import logged_fractions
+from raytrain.training.metrics.prepared_metrics import is_metric
+from raytrain.training.metrics.sample_margins import SampleMargins
+from raytrain.training.networks import transfer
+from raytrain.training.networks.loss import Loss, check_answers, check_logits
+from raytrain.training.networks.weight_average import WeightAverage
 from raytrain.training.optimisation import build_optimizer, build_scheduler
-from raytrain.training.prepared_metrics import is_metric
 from raytrain.training.prepared_models import PreparedModels, shapes_of
 from raytrain.training.protocols import Reporter, Worker
 from raytrain.training.random_numbers import seed_generators
 from raytrain.training.run_files import RunFiles
-from raytrain.training.sample_margins import SampleMargins
 from raytrain.training.steps import Steps
-from raytrain.training.weight_average import WeightAverage
 
 WAIT_FOR_DATA = "wait for data"  # the name of this phase in a trace of torch.profiler
 T = TypeVar("T", bound=Stateful)

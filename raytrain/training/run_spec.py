@@ -16,12 +16,12 @@ from raytrain.data.labels.part_names import Part
 from raytrain.data.plan.batch_plan import BatchPlan
 from raytrain.runs.checkpoint_files import Identity
 from raytrain.storage.store import Store
-from raytrain.training.loop_source import SourceLines, source_lines
+from raytrain.training.loop_checks.loop_source import SourceLines, source_lines
 from raytrain.training.script_logging import LoggerSettings, logging_here
 
 if TYPE_CHECKING:
+    from raytrain.training.batches.user_transforms import Transforms
     from raytrain.training.run import Run
-    from raytrain.training.user_transforms import Transforms
 
 
 @dataclass(frozen=True, kw_only=True)

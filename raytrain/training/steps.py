@@ -17,8 +17,8 @@ The last step, or a stop, leads to OVER, which no call leaves. Three rules say w
 - A loop may add up gradients over several batches. A checkpoint that falls due waits for a batch in which an optimizer
   steps, because an earlier checkpoint would lose the gradients.
 - All workers decide alike. The counts and requests of each are summed in the one small all-reduce of a step
-  (:mod:`raytrain.training.step_metrics`), and every worker reads the same totals. They also show whether only some of
-  the workers made a call.
+  (:mod:`raytrain.training.metrics.step_metrics`), and every worker reads the same totals. They also show whether only
+  some of the workers made a call.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ from raytrain.monitor.events import CheckpointSkipped, Note
 from raytrain.monitor.snapshot import epoch_of
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.outcome import Outcome, Progress, StopReason
-from raytrain.training.agreement import agreed, digest_of, digests_agree
 from raytrain.training.checkpoint import Checkpoints
 from raytrain.training.checkpoint_schedule import CheckpointSchedule
 from raytrain.training.checkpoint_state import CheckpointState
-from raytrain.training.early_stop import EarlyStop
-from raytrain.training.loop_watch import LoopWatch
-from raytrain.training.machine_meter import MachineMeter
+from raytrain.training.exact.agreement import agreed, digest_of, digests_agree
+from raytrain.training.loop_checks.loop_watch import LoopWatch
+from raytrain.training.loop_checks.unprepared_networks import UnpreparedNetworks
+from raytrain.training.metrics.early_stop import EarlyStop
+from raytrain.training.metrics.machine_meter import MachineMeter
+from raytrain.training.metrics.sample_trace import SampleTrace
+from raytrain.training.metrics.step_metrics import StepMetrics, StepTotals
 from raytrain.training.optimizer_steps import OptimizerSteps
 from raytrain.training.prepared_models import PreparedModels
 from raytrain.training.protocols import Reporter, Worker
-from raytrain.training.sample_trace import SampleTrace
-from raytrain.training.step_metrics import StepMetrics, StepTotals
-from raytrain.training.unprepared_networks import UnpreparedNetworks
 
 _WRITTEN_WITHIN_S = 60.0
 _MOST_ACCUMULATED = 64  # batches without a step of an optimizer for which a checkpoint waits

@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from raytrain.config.user_code import users_line
 from raytrain.errors import format_count
-from raytrain.training.gradients import Bucket
+from raytrain.training.exact.gradients import Bucket
+from raytrain.training.metrics.step_metrics import StepMetrics
 from raytrain.training.protocols import Reporter, Worker
-from raytrain.training.step_metrics import StepMetrics
 from raytrain.training.steps import Steps
 
 _POLL_EVERY_S = 2.0

@@ -13,9 +13,9 @@ from raytrain.launch.gpus import gpus
 from raytrain.launch.placement import fastest_precision, machine_hardware
 from raytrain.loader.machine import cores
 from raytrain.runs.machine_history import MachineUse
-from raytrain.training import machine_meter
-from raytrain.training.machine_meter import MachineMeter
-from raytrain.training.precision import precision_warning
+from raytrain.training.metrics import machine_meter
+from raytrain.training.metrics.machine_meter import MachineMeter
+from raytrain.training.networks.precision import precision_warning
 from tests.gpu.trial import Trial
 
 

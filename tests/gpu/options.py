@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from raytrain.config import ResolvedConfig
 from raytrain.data.blocks import LocalBatch
 from raytrain.data.plan.batch_plan import BatchPlan
-from raytrain.training.augment import Augment
-from raytrain.training.batch import Batch, Epoch
-from raytrain.training.device_batches import to_batch
+from raytrain.training.batches.augment import Augment
+from raytrain.training.batches.batch import Batch, Epoch
+from raytrain.training.batches.device_batches import to_batch
 from raytrain.training.run import Run
 from tests.gpu.trial import Trial
 from tests.helpers.memory_runs import Recorder, config, images, make_run, trained

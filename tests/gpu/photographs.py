@@ -23,7 +23,7 @@ from raytrain.loader.decoders import num_decoders
 from raytrain.loader.machine import cores, gpu_decoder_problem
 from raytrain.monitor.snapshot import Snapshot
 from raytrain.runs.machine_history import MachineUse
-from raytrain.training.device_decoder import cut_and_resize, decode_jpegs
+from raytrain.training.batches.device_decoder import cut_and_resize, decode_jpegs
 from tests.gpu.trial import Trial
 from tests.helpers.photographs import write_photographs
 

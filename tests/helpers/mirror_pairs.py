@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 import raytrain
-from raytrain.training.model import build_model
+from raytrain.training.networks.model import build_model
 from tests.helpers.stored_runs import ANIMALS, add_checkpoint, make_run, options
 
 

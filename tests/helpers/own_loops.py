@@ -16,7 +16,7 @@ from raytrain.monitor.events import Note
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.outcome import Outcome
 from raytrain.training.assembly import train_run
-from raytrain.training.batch import Batch
+from raytrain.training.batches.batch import Batch
 from raytrain.training.run import Run
 from tests.helpers.memory_runs import Recorder, config, images, make_run, make_spec
 

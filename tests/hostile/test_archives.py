@@ -15,8 +15,8 @@ from raytrain.errors import UsageError
 from raytrain.monitor.events import Event
 from raytrain.runs.checkpoint_files import checkpoint_path
 from raytrain.training.checkpoint import Checkpoints, Identity, read_checkpoint
-from raytrain.training.model import build_model
-from raytrain.training.transfer import initial_weights
+from raytrain.training.networks.model import build_model
+from raytrain.training.networks.transfer import initial_weights
 from tests.helpers.stored_runs import ANIMALS, add_checkpoint, make_run, options
 
 

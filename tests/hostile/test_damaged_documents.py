@@ -245,7 +245,7 @@ def test_a_note_beside_a_checkpoint_may_be_broken(data: bytes, store: Store) -> 
 
 @garbage
 def test_classes_that_are_broken_are_refused(data: bytes, store: Store, tmp_path: Path) -> None:
-    from raytrain.training.model import build_model
+    from raytrain.training.networks.model import build_model
 
     add_checkpoint(store, build_model("raytrain.models:digits", 3, 1, 0), options())
     store.put(CLASSES, data)

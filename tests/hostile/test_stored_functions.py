@@ -17,7 +17,7 @@ from raytrain.experiments.trials import plan_sweep
 from raytrain.inference.trained_run import Predictor
 from raytrain.runs.documents import SWEEP, read_json, write_json
 from raytrain.storage.store import Store
-from raytrain.training.model import build_model
+from raytrain.training.networks.model import build_model
 from tests.helpers.stored_runs import add_checkpoint, make_run, options
 
 STRANGER = """

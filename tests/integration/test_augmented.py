@@ -12,7 +12,7 @@ from torch import nn
 from torchvision.ops import StochasticDepth
 
 from raytrain import Run
-from raytrain.training.mixup import mix_batch
+from raytrain.training.batches.mixup import mix_batch
 from tests.helpers.folder_runs import FolderRun, folder_run, largest_difference, train_here, train_runs
 
 TRANSFORMED: dict[str, Any] = {

@@ -19,7 +19,7 @@ from raytrain.runs.checkpoint_files import list_checkpoints
 from raytrain.runs.documents import run_store
 from raytrain.training.checkpoint import read_checkpoint
 from raytrain.training.evaluation import evaluate
-from raytrain.training.weight_average import WeightAverage
+from raytrain.training.networks.weight_average import WeightAverage
 from tests.helpers.folder_runs import Weights, folder_run, largest_difference, train_here
 
 DECAY = 0.8

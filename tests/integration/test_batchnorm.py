@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import update_bn
 
 from raytrain.errors import UsageError
-from raytrain.training import batchnorm
+from raytrain.training.exact import batchnorm
 from tests.helpers.gloo_processes import run_in_processes
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raytrain.training.carried_state import CarriedState
+from raytrain.training.loop_checks.carried_state import CarriedState
 from raytrain.training.run import Run
 from tests.helpers.memory_runs import config
 from tests.helpers.own_loops import cross_entropy, learn, prepared, train_loop

@@ -16,8 +16,8 @@ from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch.fx import GraphModule
 
 from raytrain.errors import UsageError
-from raytrain.training import batchnorm
-from raytrain.training.compiled import check_recordable
+from raytrain.training.exact import batchnorm
+from raytrain.training.networks.compiled import check_recordable
 from raytrain.training.prepared_models import apply_options
 from raytrain.training.run import Run
 from tests.helpers.memory_runs import Recorder, config, images, make_run, network, trained

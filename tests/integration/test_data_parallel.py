@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 import raytrain
 from raytrain.errors import UsageError
-from raytrain.training.batch import Batch
+from raytrain.training.batches.batch import Batch
 from tests.helpers.gloo_processes import run_in_processes, run_script
 
 ROOT = Path(__file__).parents[2]

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from raytrain.training.bfloat16_sum import Bfloat16Sum
-from raytrain.training.gradients import ExactGradients
+from raytrain.training.exact.bfloat16_sum import Bfloat16Sum
+from raytrain.training.exact.gradients import ExactGradients
 from raytrain.training.protocols import Worker
 from tests.helpers.gloo_processes import run_in_processes
 from tests.helpers.memory_runs import Case, config, together

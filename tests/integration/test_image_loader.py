@@ -25,7 +25,7 @@ from torch import Tensor
 import raytrain
 from raytrain import ImageLoader, StorageError, UsageError
 from raytrain.storage.open import open_store
-from raytrain.training import images_of_tensors
+from raytrain.training.exact import images_of_tensors
 from tests.helpers.folder_runs import folder_run, train_here
 from tests.helpers.gloo_processes import run_in_processes
 from tests.helpers.small_runs import make_images, put_images

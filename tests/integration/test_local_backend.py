@@ -29,7 +29,7 @@ from raytrain.runs.logs import DRIVER, LogReader, worker_log
 from raytrain.runs.outcome import StopReason
 from raytrain.runs.records import read_run
 from raytrain.storage.open import open_store
-from raytrain.training.batch import Batch
+from raytrain.training.batches.batch import Batch
 from raytrain.training.checkpoint import read_checkpoint
 from raytrain.training.run import Run
 from tests.helpers.waiting import wait_for

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from raytrain.errors import UsageError
+from raytrain.training.networks.weight_average import WeightAverage
 from raytrain.training.run import Run
-from raytrain.training.weight_average import WeightAverage
 from tests.helpers.gloo_processes import run_in_processes
 from tests.helpers.memory_runs import config
 from tests.helpers.own_loops import TwoPaths, assert_same_weights, cross_entropy, learn, prepared, train_loop

@@ -30,7 +30,7 @@ import raytrain
 from raytrain.cli.main import main
 from raytrain.errors import UsageError
 from raytrain.monitor.stop_request import StopReason, StopSignals
-from raytrain.training.model import build_model
+from raytrain.training.networks.model import build_model
 from tests.helpers.image_files import encoded
 from tests.helpers.ray_head import free_port
 from tests.helpers.stored_runs import ANIMALS, add_checkpoint, make_run, options

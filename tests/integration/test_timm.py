@@ -23,10 +23,10 @@ import raytrain
 from raytrain.config import TrainConfig
 from raytrain.errors import StorageError, UsageError
 from raytrain.launch.prepare import prepare
-from raytrain.training import batchnorm
-from raytrain.training.model import build_model
+from raytrain.training.exact import batchnorm
+from raytrain.training.networks.model import build_model
+from raytrain.training.networks.transfer import find_heads, initial_model, initial_weights
 from raytrain.training.optimisation import build_optimizer
-from raytrain.training.transfer import find_heads, initial_model, initial_weights
 from tests.helpers.folder_runs import folder_run, largest_difference, train_runs
 from tests.helpers.small_runs import config
 

@@ -25,11 +25,11 @@ from raytrain.runs.checkpoint_files import Identity, newest_checkpoint
 from raytrain.runs.documents import read_config, run_store
 from raytrain.runs.outcome import Progress
 from raytrain.storage.open import open_store
-from raytrain.training.batchnorm import FrozenBatchNorm
 from raytrain.training.checkpoint import Checkpoint, Checkpoints, read_checkpoint
-from raytrain.training.model import build_model
+from raytrain.training.exact.batchnorm import FrozenBatchNorm
+from raytrain.training.networks.model import build_model
+from raytrain.training.networks.transfer import find_heads, freeze, initial_model, initial_weights, notes_on_weights
 from raytrain.training.optimisation import learning_rate_factor, parameter_groups
-from raytrain.training.transfer import find_heads, freeze, initial_model, initial_weights, notes_on_weights
 from raytrain.training.weights_source import check_weights_source, to_safetensors
 from tests.helpers import stored_runs
 from tests.helpers.folder_runs import folder_run, train_here

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from raytrain.monitor.events import Note
+from raytrain.training.networks.weight_average import WeightAverage
 from raytrain.training.run import Run
-from raytrain.training.weight_average import WeightAverage
 from tests.helpers.memory_runs import Recorder, config
 from tests.helpers.own_loops import cross_entropy, learn, prepared, train_loop
 

@@ -21,8 +21,8 @@ from raytrain.runs.records import read_unused_options
 from raytrain.storage.open import open_store
 from raytrain.training.assembly import train_run
 from raytrain.training.evaluation import evaluate as evaluate_network
+from raytrain.training.networks.weight_average import WeightAverage
 from raytrain.training.run import Run
-from raytrain.training.weight_average import WeightAverage
 from tests.helpers.gloo_processes import run_in_processes
 from tests.helpers.memory_runs import Recorder, config, images, make_run, make_spec
 from tests.helpers.own_loops import fit, learn

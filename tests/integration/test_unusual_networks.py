@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from raytrain.errors import LoopFailed, RaytrainError
 from raytrain.training.assembly import train_run
-from raytrain.training.batch import Batch
+from raytrain.training.batches.batch import Batch
 from raytrain.training.loop import train
 from raytrain.training.run import Run
 from tests.helpers.gloo_processes import run_in_processes

@@ -21,7 +21,7 @@ from raytrain.launch.coordinator import Coordinator
 from raytrain.launch.local.local_launch import CallAddress, Caller, CallServer
 from raytrain.storage.open import open_store
 from raytrain.training import waiting
-from raytrain.training.batch import Batch
+from raytrain.training.batches.batch import Batch
 from raytrain.training.run import Run
 from tests.helpers.gloo_processes import run_in_processes
 from tests.helpers.memory_runs import Recorder, config, images, make_run, trained

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from raytrain.training.agreement import digest_of_tensors
+from raytrain.training.exact.agreement import digest_of_tensors
 
 pytestmark = pytest.mark.not_quick  # torch's profiler takes seconds to start
 LARGE = 14_000_000  # elements, more than are added up at a time

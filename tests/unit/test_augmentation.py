@@ -14,9 +14,9 @@ from torchvision.transforms.v2 import functional as F
 
 import raytrain
 from raytrain.errors import UsageError
-from raytrain.training.augmentation import magnitudes_of
-from raytrain.training.image_operations import Operation, apply_operations, erase
-from raytrain.training.mixup import mix_batch
+from raytrain.training.batches.augmentation import magnitudes_of
+from raytrain.training.batches.image_operations import Operation, apply_operations, erase
+from raytrain.training.batches.mixup import mix_batch
 
 BILINEAR, FILL = v2.InterpolationMode.BILINEAR, [100, 120, 140]
 POLICIES = {"rand": v2.RandAugment, "trivial": v2.TrivialAugmentWide, "augmix": v2.AugMix}

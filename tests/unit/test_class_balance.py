@@ -17,8 +17,8 @@ from raytrain.data.dataset import class_weights
 from raytrain.data.labels.manifest import Manifest
 from raytrain.data.plan.batch_plan import BatchPlan, ClassBalance
 from raytrain.errors import UsageError
-from raytrain.training.evaluation_metrics import balanced_accuracy, macro_f1
-from raytrain.training.loss import Loss
+from raytrain.training.metrics.evaluation_metrics import balanced_accuracy, macro_f1
+from raytrain.training.networks.loss import Loss
 from tests.helpers.memory_runs import config
 
 LABELS = np.repeat([0, 1, 2], [90, 9, 1])

@@ -34,8 +34,8 @@ from raytrain.loader.image_cache import choose_cache
 from raytrain.loader.machine_batches import SharedBlocks
 from raytrain.recipes import custom
 from raytrain.runs.logs import STARTUP
-from raytrain.training import device_decoder
-from raytrain.training.device_decoder import DeviceDecoder, cut_and_resize
+from raytrain.training.batches import device_decoder
+from raytrain.training.batches.device_decoder import DeviceDecoder, cut_and_resize
 from tests.helpers.image_files import encoded, jpeg_bomb, photo, png, with_segment
 from tests.helpers.memory_runs import Recorder
 from tests.helpers.photographs import as_jpeg, draw

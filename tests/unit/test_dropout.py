@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torchvision.ops import StochasticDepth
 
-from raytrain.training import dropout
+from raytrain.training.exact import dropout
 
 LAYERS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
     "elements": (nn.Dropout(0.3), (600, 8, 4, 4)),

@@ -15,7 +15,7 @@ from raytrain import Run, TrainConfig, UsageError
 from raytrain.runs.checkpoint_files import best_checkpoint
 from raytrain.runs.documents import run_store
 from raytrain.runs.outcome import Progress, StopReason
-from raytrain.training.early_stop import EarlyStop
+from raytrain.training.metrics.early_stop import EarlyStop
 from tests.helpers.folder_runs import folder_run, train_here
 
 

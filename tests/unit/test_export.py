@@ -30,8 +30,8 @@ from raytrain.runs.outcome import Progress
 from raytrain.runs.provenance import Provenance, record_provenance
 from raytrain.storage.open import open_store
 from raytrain.training.checkpoint import Checkpoints
-from raytrain.training.model import build_model
-from raytrain.training.transfer import initial_model, initial_weights
+from raytrain.training.networks.model import build_model
+from raytrain.training.networks.transfer import initial_model, initial_weights
 
 pytestmark = pytest.mark.not_quick
 

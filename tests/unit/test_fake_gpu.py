@@ -27,17 +27,18 @@ from raytrain.config.network import first_and_full_size
 from raytrain.data.blocks import LocalBatch
 from raytrain.recipes import RECIPES
 from raytrain.runs.metric_row import MetricRow
-from raytrain.training import device_batches, machine_meter, sample_margins, step_metrics
-from raytrain.training.augment import Augment
-from raytrain.training.augmentation import Augmentation
-from raytrain.training.batch import Batch
-from raytrain.training.device_batches import HostTensors, on_host
-from raytrain.training.loss import Loss
-from raytrain.training.mixup import mix_batch
-from raytrain.training.model import build_model
+from raytrain.training.batches import device_batches
+from raytrain.training.batches.augment import Augment
+from raytrain.training.batches.augmentation import Augmentation
+from raytrain.training.batches.batch import Batch
+from raytrain.training.batches.device_batches import HostTensors, on_host
+from raytrain.training.batches.mixup import mix_batch
+from raytrain.training.metrics import machine_meter, sample_margins, step_metrics
+from raytrain.training.metrics.step_metrics import StepMetrics, StepTotals
+from raytrain.training.networks.loss import Loss
+from raytrain.training.networks.model import build_model
 from raytrain.training.protocols import Worker
 from raytrain.training.run import Run
-from raytrain.training.step_metrics import StepMetrics, StepTotals
 from tests.gpu.same import OPTIONS
 from tests.helpers.memory_runs import Recorder, images, make_run
 from tests.helpers.memory_runs import config as small_config

@@ -17,8 +17,8 @@ from raytrain.recipes import digits
 from raytrain.runs.documents import EVALUATION, read_json
 from raytrain.storage.open import open_store
 from raytrain.storage.store import Store
-from raytrain.training.batch import Batch
-from raytrain.training.gallery import Gallery, screen_pixels
+from raytrain.training.batches.batch import Batch
+from raytrain.training.metrics.gallery import Gallery, screen_pixels
 from tests.helpers.gloo_processes import run_in_processes
 from tests.helpers.memory_runs import config
 

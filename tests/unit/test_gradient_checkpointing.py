@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torchvision.models.resnet import BasicBlock
 
 from raytrain.errors import UsageError
-from raytrain.training.model import build_model
+from raytrain.training.networks.model import build_model
 from raytrain.training.prepared_models import checkpoint_gradients
 from tests.helpers.folder_runs import folder_run, largest_difference, train_here, train_runs
 

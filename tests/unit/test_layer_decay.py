@@ -9,7 +9,7 @@ from torch import nn
 
 from raytrain.config import ResolvedConfig, TrainConfig
 from raytrain.errors import UsageError
-from raytrain.training.model import build_model
+from raytrain.training.networks.model import build_model
 from raytrain.training.optimisation import build_optimizer
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from raytrain.training.left_behind import note_on_changes, states_of_variables
+from raytrain.training.loop_checks.left_behind import note_on_changes, states_of_variables
 
 HISTORY: list[float] = []
 NAN = float("nan")

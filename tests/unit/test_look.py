@@ -28,7 +28,7 @@ from raytrain.recipes import auto
 from raytrain.runs.documents import run_store
 from raytrain.storage.folder import FolderStore
 from raytrain.storage.open import open_store
-from raytrain.training.gallery import screen_pixels
+from raytrain.training.metrics.gallery import screen_pixels
 from tests.helpers.folder_runs import folder_run, train_here
 from tests.helpers.small_runs import CLASSES, config, make_images, put_images
 

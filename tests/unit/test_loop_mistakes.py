@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from raytrain.errors import UsageError
-from raytrain.training.loop_mistakes import check_loop_function, check_named_function, run_attributes
+from raytrain.training.loop_checks.loop_mistakes import check_loop_function, check_named_function, run_attributes
 
 REFUSED = {
     "a syntax error": (

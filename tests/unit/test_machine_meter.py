@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from raytrain.runs.machine_history import MachineUse
-from raytrain.training.machine_meter import MachineMeter
+from raytrain.training.metrics.machine_meter import MachineMeter
 
 
 def measured(monkeypatch: pytest.MonkeyPatch, device: torch.device, steps: int = 50) -> list[MachineUse]:

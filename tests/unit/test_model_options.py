@@ -13,8 +13,8 @@ from raytrain.errors import UsageError
 from raytrain.launch.prepare import resumed_options
 from raytrain.recipes import custom
 from raytrain.runs.outcome import train_command
-from raytrain.training.model import build_model
-from raytrain.training.transfer import initial_model
+from raytrain.training.networks.model import build_model
+from raytrain.training.networks.transfer import initial_model
 
 pytestmark = pytest.mark.not_quick
 

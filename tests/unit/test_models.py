@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from raytrain import models
 from raytrain.errors import UsageError
-from raytrain.training.model import build_model
+from raytrain.training.networks.model import build_model
 
 
 def kinds(model: nn.Module) -> Counter[type]:
@@ -164,7 +164,8 @@ def test_unknown_names_are_refused() -> None:
 @pytest.mark.not_quick
 def test_torchvision_is_imported_only_if_it_is_used() -> None:
     program = (
-        "import sys; from raytrain.training.model import build_model; build_model('raytrain.models:digits', 10, 1, 0);"
+        "import sys; from raytrain.training.networks.model import build_model;"
+        "build_model('raytrain.models:digits', 10, 1, 0);"
         "sys.exit('torchvision' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -27,9 +27,9 @@ from raytrain.inference.serve import served_model
 from raytrain.inference.trained_run import open_trained_run
 from raytrain.runs.checkpoint_files import checkpoint_path, stored_thresholds
 from raytrain.runs.documents import run_store, write_json
-from raytrain.training.evaluation_metrics import average_precisions, best_thresholds
-from raytrain.training.loss import Loss
-from raytrain.training.model import build_model
+from raytrain.training.metrics.evaluation_metrics import average_precisions, best_thresholds
+from raytrain.training.networks.loss import Loss
+from raytrain.training.networks.model import build_model
 from tests.helpers.folder_runs import folder_run, largest_difference, train_here, train_runs
 from tests.helpers.small_runs import config as small_config
 from tests.helpers.stored_runs import ANIMALS, add_checkpoint, make_run, options

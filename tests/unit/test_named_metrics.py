@@ -13,9 +13,9 @@ from torch import Tensor
 
 from raytrain import TrainConfig, UsageError
 from raytrain.runs.outcome import Progress
-from raytrain.training.early_stop import EarlyStop
-from raytrain.training.evaluation_metrics import is_lower_better, measured_metrics
-from raytrain.training.named_metrics import NamedMetrics
+from raytrain.training.metrics.early_stop import EarlyStop
+from raytrain.training.metrics.evaluation_metrics import is_lower_better, measured_metrics
+from raytrain.training.metrics.named_metrics import NamedMetrics
 
 pytestmark = pytest.mark.not_quick  # torchmetrics takes seconds to import
 

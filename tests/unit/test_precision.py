@@ -17,8 +17,8 @@ from raytrain.launch.ray import nodes
 from raytrain.launch.ray.nodes import ClusterNode, NodeResult
 from raytrain.recipes import custom
 from raytrain.runs.documents import run_store, write_config
-from raytrain.training import precision
-from raytrain.training.autocast import full_precision, mixed_precision, prepare_for_autocast
+from raytrain.training.networks import precision
+from raytrain.training.networks.autocast import full_precision, mixed_precision, prepare_for_autocast
 from tests.helpers import fake_nvml
 from tests.helpers.memory_runs import Recorder, config, images, make_run
 from tests.helpers.small_runs import make_images

@@ -38,7 +38,7 @@ from raytrain.recipes import custom
 from raytrain.runs.documents import run_store, write_config
 from raytrain.storage.open import open_store
 from raytrain.storage.store import Store
-from raytrain.training.model import build_model
+from raytrain.training.networks.model import build_model
 from tests.helpers.image_files import encoded
 from tests.helpers.stored_histories import store_run
 from tests.helpers.stored_runs import ANIMALS, add_checkpoint, make_run, options

@@ -20,7 +20,7 @@ from raytrain.runs.documents import run_store, write_config
 from raytrain.runs.outcome import Progress
 from raytrain.storage.store import Store
 from raytrain.training.checkpoint import Checkpoints
-from raytrain.training.sample_margins import MARGINS
+from raytrain.training.metrics.sample_margins import MARGINS
 
 
 def tree(folder: Path, *classes: str, count: int = 6) -> Path:

@@ -12,7 +12,7 @@ from raytrain.config import TrainConfig
 from raytrain.data.labels.hold_out import HELD_OUT_FRACTION
 from raytrain.recipes import RECIPES, alexnet_transfer, cifar10, cifar10_fast, custom, digits, digits_lstm, flowers
 from raytrain.runs.documents import parse_config
-from raytrain.training.model import build_model
+from raytrain.training.networks.model import build_model
 
 
 def test_cifar10_scales_with_the_workers_as_in_its_document() -> None:

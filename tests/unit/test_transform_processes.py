@@ -22,7 +22,7 @@ from raytrain.data.plan.batch_plan import GlobalBatch
 from raytrain.errors import UsageError
 from raytrain.loader import decoders, transform_processes
 from raytrain.loader.transform_processes import TransformedBatches, transformed
-from raytrain.training.user_transforms import UserTransforms
+from raytrain.training.batches.user_transforms import UserTransforms
 
 pytestmark = pytest.mark.not_quick
 _SIZES = (11, 0, 70, 3)

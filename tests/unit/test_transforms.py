@@ -17,9 +17,9 @@ from torchvision.transforms import v2
 import raytrain
 from raytrain.config import ResolvedConfig
 from raytrain.errors import UsageError
-from raytrain.training.augment import Augment
+from raytrain.training.batches.augment import Augment
+from raytrain.training.batches.user_transforms import UserTransforms, own_transforms, transform_each
 from raytrain.training.random_numbers import held_generators
-from raytrain.training.user_transforms import UserTransforms, own_transforms, transform_each
 
 SAMPLES = np.arange(40) * 1_000_003
 

@@ -19,8 +19,8 @@ from raytrain.config.user_code import check_loop, load_function
 from raytrain.errors import UsageError
 from raytrain.launch.ray.worker import pickle_functions
 from raytrain.launch.train import train
-from raytrain.training.loop_source import remember_source_lines, source_lines
-from raytrain.training.numbered_batches import number_that_decides
+from raytrain.training.loop_checks.loop_source import remember_source_lines, source_lines
+from raytrain.training.loop_checks.numbered_batches import number_that_decides
 
 LOOP = """
 import travelling_helper

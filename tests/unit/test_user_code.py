@@ -22,7 +22,7 @@ from raytrain.config.user_code import (
     restart_may_help,
 )
 from raytrain.errors import UsageError
-from raytrain.training.model import build_model
+from raytrain.training.networks.model import build_model
 
 
 @pytest.mark.parametrize("error", [RayActorError(), ConnectionResetError(), EOFError(), dist.DistBackendError("NCCL")])

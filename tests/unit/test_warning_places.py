@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from raytrain.training.loop_watch import LoopWatch
+from raytrain.training.loop_checks.loop_watch import LoopWatch
 
 
 def warned(images: Tensor) -> None:

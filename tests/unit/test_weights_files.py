@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from raytrain.config import TrainConfig
 from raytrain.errors import UsageError
-from raytrain.training.transfer import GivenWeights, initial_model, initial_weights, notes_on_weights
+from raytrain.training.networks.transfer import GivenWeights, initial_model, initial_weights, notes_on_weights
 
 Weights = dict[str, Tensor]
 CLASSES = ("a", "b", "c")

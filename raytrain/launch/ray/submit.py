@@ -33,8 +33,8 @@ from raytrain.monitor.stop_request import StopSignals, request_stop
 from raytrain.runs.documents import new_name
 from raytrain.storage.clouds.cloud import is_loopback
 from raytrain.storage.temporary_files import TemporaryFolder
-from raytrain.training.evaluation_metrics import measured_metrics
-from raytrain.training.loop_mistakes import check_named_function
+from raytrain.training.loop_checks.loop_mistakes import check_named_function
+from raytrain.training.metrics.evaluation_metrics import measured_metrics
 from raytrain.training.model_names import check_model_name
 
 DETACHED = "DETACHED"

@@ -1,0 +1,540 @@
+"""Watches some steps of a loop on several workers for signs that the result depends on their number.
+
+A loop is exact if its loss is a mean over images and each term depends on one image only. That cannot be proved from
+outside, but the usual exceptions show in the calls of torch that the loop makes. :class:`_Calls` sees each call in the
+first two steps of each of the first five epochs of an attempt, because some losses begin after a warm-up, and follows
+all that is computed from the batch, from tensor to tensor. Nothing is replaced, and other steps are not watched.
+Numbers that come from outside of these calls are compared between the workers
+(:mod:`raytrain.training.loop_checks.loop_numbers`).
+
+A tensor that depends on the batch has a set of marks. All tensors that are computed from it inherit them:
+
+- ``statistic``: the tensor is a sum or a mean over the images, for each feature. This alone is harmless, because a loss
+  may be linear in it.
+- ``compares``: images are compared with each other, by a product of images with images, by a statistic over images
+  that is not linear, is multiplied by another statistic, or is combined with single images, or by ``moved`` rows.
+- ``moved``: rows have other positions than their images in the batch, as in ``x[1:]``, ``x.flip(0)`` or ``x[order]``.
+  This is harmless unless they are combined with rows that were not moved, which belong to other images.
+- ``sum``: the tensor is a sum over images that has not been divided by their number.
+- ``selected``: a mask has selected rows, whose number differs between workers.
+- ``other mean``: the tensor is a mean over something other than images.
+- ``kept``: the tensor was computed in an earlier step. ``now``: it depends on the batch of this one. A loss with the
+  first alone is of a batch that is over.
+- ``placed``: rows were written whose places are a part of the batch, such as its first half.
+- ``row 3``: the tensor depends on that number of a vector with a number for each image, which Python has taken out of
+  it, as a loop over the vector does. This is harmless unless Python compares two of them, as ``sorted`` does.
+
+A note is made only if the loss has a mark when its backward is called, because other uses of a tensor, such as in a
+metric, change no weight. ``statistic``, ``moved``, ``selected``, ``now`` and rows have no note: they only lead to
+others.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+
+from raytrain.config import ResolvedConfig
+from raytrain.data.plan.permutation import mix
+from raytrain.errors import UsageError, some_of
+from raytrain.training.batches.batch import Batch
+from raytrain.training.exact.gradients import HOOK_NOTE
+from raytrain.training.loop_checks.loop_numbers import LoopNumbers, Place, differing_lines
+from raytrain.training.loop_checks.warning_places import warnings_at_callers
+from raytrain.training.prepared_models import PreparedModels
+from raytrain.training.protocols import Worker
+from raytrain.training.random_numbers import held_generators, state_of, used_generators
+
+_log = logging.getLogger(__name__)
+_NUM_WATCHED = 2  # steps of an epoch
+_NUM_EPOCHS = 5  # of an attempt
+_NOTES = {
+    "sum": (
+        "the loss is a sum over images, and a run of several workers takes it for a mean: let it be a mean "
+        '(reduction="mean"), as in a loop for one GPU'
+    ),
+    "other mean": (
+        "the loss is a mean over something else than images, such as the weights of their classes or those that a mask "
+        "or ignore_index leaves, so it depends on the number of workers; write run.mean(sum, divisor), in "
+        "docs/your-own-loop.md"
+    ),
+    "compares": (
+        "the loss compares the images of a worker with each other (by a statistic over them, by products of their "
+        "features, or by rows in another order), so it depends on the number of workers; take the rows of all workers, "
+        "run.gather(rows), in docs/your-own-loop.md"
+    ),
+    "kept": (
+        "the loss depends on a tensor of a step before, which was computed from one worker's images, so it depends on "
+        "the number of workers; compute it from run.gather(rows) or run.total(sums), or keep it in a network's buffer"
+    ),
+    "late": (
+        "the loop computes with a batch after it has asked for the next one: that one's images weight its gradients "
+        "and metrics, and a resume leaves a batch out; compute with each batch before asking for the next one, as a "
+        "run reads images ahead by itself"
+    ),
+    "placed": (
+        "the loss treats images by their places among those of a worker, such as its first half, so it depends on the "
+        "number of workers; choose them by batch.samples, as in batch.samples % 2 == 0"
+    ),
+    "generator": (
+        "the loop or a network draws random numbers from a generator of its own, the same on each worker for other "
+        "images, so that the run depends on the number of workers; draw for each image by its number in batch.samples, "
+        "or train on one worker"
+    ),
+    "hook": HOOK_NOTE,
+}
+_NUMBERS = (
+    "the loss depends on numbers that differ between the workers ({line}), each of which computes them from its own "
+    "images, so that it depends on the number of workers; compute them from run.total(...) or run.gather(...)"
+)
+_DRAWS = (
+    "the loop or its network draws random numbers from {names}: each worker draws its own, so that the run depends on "
+    "the number of workers; docs/images.md names the layers with which it does not"
+)
+_STATISTICS = {"mean", "sum", "nanmean", "nansum"}  # linear functions that make a statistic, if they are over images
+_COMPARISONS = {
+    *("std", "var", "std_mean", "var_mean", "norm", "vector_norm", "normalize", "cov", "corrcoef"),
+    *("softmax", "log_softmax", "logsumexp", "amax", "amin", "max", "min", "median", "quantile"),
+    *("sort", "argsort", "topk", "cumsum", "prod", "bincount", "histc", "unique", "unique_consecutive"),
+}
+_PRODUCTS = {"matmul", "mm", "__matmul__", "__rmatmul__", "mv", "dot", "tensordot", "addmm", "linear", "inner"}
+_LINEAR = {
+    *("mean", "sum", "add", "sub", "neg", "__add__", "__radd__", "__sub__", "__rsub__", "__neg__", "stack", "cat"),
+    *("mul", "__mul__", "__rmul__", "div", "__truediv__", "detach", "clone", "to", "float", "double", "__getitem__"),
+    *("squeeze", "unsqueeze", "reshape", "view", "flatten", "lerp", "item", "__float__", "tolist", "backward", "size"),
+    *("add_", "sub_", "mul_", "div_", "__iadd__", "__isub__", "__imul__", "__itruediv__", "multiply", "subtract"),
+    *("half", "bfloat16", "type", "cpu", "cuda", "contiguous", "requires_grad_", "nansum", "nanmean", "expand"),
+    *("matmul", "__matmul__", "__rmatmul__", "dot", "mv", "mm", "inner", "einsum", "tensordot", "unbind", "grad"),
+}
+_LOSSES = re.compile(r".*_loss|cross_entropy|kl_div|binary_cross_entropy.*")  # torch's, a mean unless told otherwise
+_PARTS = {"chunk", "split", "tensor_split", "split_with_sizes"}  # of rows, each at another position
+_JOINS = {"cat", "concat", "concatenate", "stack", "vstack"}
+_DIVISIONS = {"div", "__truediv__", "true_divide", "divide"}
+_COMPARED = {"lt", "le", "gt", "ge", "eq", "ne", "__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__"}
+_NOT_FOLLOWED = {"zeros_like", "ones_like", "empty_like", "new_zeros", "new_ones", "new_empty"}
+_LIKE_ANOTHER = {"to", "type_as", "expand_as", "view_as", "reshape_as"}  # the other tensor gives only type or shape
+
+
+class LoopWatch:
+    """Finds out in the first steps of an attempt's first epochs whether the loop depends on the number of workers.
+
+    ``report`` gets a note, on all workers, for each sign that any of them has found. A run of one worker, or one with
+    ``--compile``, is not watched.
+
+    Example::
+
+        watch = LoopWatch(config, worker, models, print)
+        with watch.step(batch, sys._getframe(), run):
+            ...  # the loop's step
+        watch.compare()
+    """
+
+    def __init__(
+        self, config: ResolvedConfig, worker: Worker, models: PreparedModels, report: Callable[[str], None]
+    ) -> None:
+        self._config, self._worker, self._models, self._report = config, worker, models, report
+        self._notes: set[str] = set()  # that this worker has found
+        self._draws = False  # True if this worker draws random numbers that others do not, or for all images the same
+        self._has_news = False  # True if steps were watched since the notes were last compared
+        self._calls = _Calls(self._notes.add, config.batch_size)
+        self._num_steps_left = 0  # that are watched in this epoch
+        self._num_epochs_left = _NUM_EPOCHS if worker.world_size > 1 and not config.compile else 0
+        self._epoch: int | None = None
+
+    @contextmanager
+    def step(self, batch: Batch, frame: FrameType | None, run: object) -> Iterator[None]:
+        """Watch a step of the loop in this context; ``frame`` is the frame of the function that loops over the batches.
+
+        Its variable ``run`` is left out in the search for generators, because the run seeds its own for each image.
+        Steps that are not to be watched pass as they are. Raises UsageError, within the step, for a batch norm over
+        this worker's images alone.
+        """
+        if batch.epoch != self._epoch and self._num_epochs_left:
+            self._num_epochs_left -= 1
+            self._num_steps_left = _NUM_WATCHED
+        self._epoch = batch.epoch
+        if not self._num_steps_left:
+            yield
+            return
+        self._num_steps_left -= 1
+
+        # States of generators of NumPy and Python are compared before and after, as no call of torch shows their use.
+        variables = [] if frame is None else [value for value in frame.f_locals.values() if value is not run]
+        generators = held_generators([*variables, *self._models.trained])
+        generators = [generator for generator in generators if not isinstance(generator, torch.Generator)]
+        states = list(map(state_of, generators))
+
+        weights = [weight for model in self._models.trained for weight in (*model.parameters(), *model.buffers())]
+        self._calls.begin(batch, set(map(id, weights)))
+        with self._calls, warnings_at_callers(__file__):
+            yield
+
+        # A loop may have a generator for each image, which draws for it alone: then there are as many seeds as images.
+        # With fewer, one of them has drawn for several images.
+        draws_for_all = 0 < len(self._calls.seeds) < batch.num_used
+        if draws_for_all or list(map(state_of, generators)) != states:
+            self._notes.add(_NOTES["generator"])
+            self._draws = True
+
+        # The run has seeded the libraries' own generators for this step. One that is not as it was has been used.
+        seed = mix(self._config.seed, batch.step, self._worker.rank)
+        if libraries := used_generators(seed, self._worker.device):
+            self._notes.add(_DRAWS.format(names=" and ".join(libraries)))
+            self._draws = True
+        self._has_news = True
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Do not watch calls of torch in this context, in which the run itself computes."""
+        before, self._calls.is_paused = self._calls.is_paused, True
+        try:
+            yield
+        finally:
+            self._calls.is_paused = before
+
+    def compare(self) -> None:
+        """Report what any worker has found in the steps that were watched since the last call.
+
+        These are the notes of each, and numbers in losses and in attributes of the networks' layers that differ between
+        the workers. Nothing happens if no step was watched. All workers call it after the same step.
+        """
+        if not self._has_news:
+            return
+        self._has_news = False
+
+        # A layer may keep a statistic of a worker's images as a plain number, which no comparison of weights covers.
+        # Layers of one class share a name. The numbers are compared as texts, because NaN differs from itself.
+        numbers: dict[str, list[str]] = {}
+        for layer in (layer for model in self._models.trained for layer in model.modules()):
+            for name, value in vars(layer).items():
+                if isinstance(value, float) and not name.startswith("_"):
+                    numbers.setdefault(f"{type(layer).__name__}.{name}", []).append(repr(value))
+        signs = _Signs(sorted(self._notes), numbers, self._calls.numbers.in_losses(), self._draws)
+        of_workers: list[Any] = [None] * self._worker.world_size
+        dist.all_gather_object(of_workers, signs)
+        signs_of_workers = cast("list[_Signs]", of_workers)
+        for note in sorted({note for worker_signs in signs_of_workers for note in worker_signs.notes}):
+            self._report(note)
+
+        # Report lines whose numbers differ. If a worker draws random numbers, these may be such numbers, which have a
+        # note of their own.
+        lines = self._calls.numbers.lines()
+        self._calls.numbers.forget()
+        if not any(worker_signs.draws for worker_signs in signs_of_workers):
+            for line in differing_lines([worker_signs.in_losses for worker_signs in signs_of_workers]):
+                self._report(_NUMBERS.format(line=lines.get(line, f"{line[0]}, line {line[1]}")))
+
+        # Report attributes of layers that differ.
+        differing = [
+            name
+            for name in numbers
+            if any(worker_signs.in_layers.get(name) != numbers[name] for worker_signs in signs_of_workers)
+        ]
+        if differing:
+            self._report(
+                f"the workers differ in {some_of(differing)}, which a network computes from one worker's images: keep "
+                "it in a buffer, computed with run.total or run.gather"
+            )
+
+
+class _Signs(NamedTuple):
+    """What one worker has found in the watched steps, which the workers compare.
+
+    ``in_layers`` has numbers in attributes of layers as texts, by class and attribute; ``in_losses`` numbers in losses
+    by step, file and line. ``draws`` is True if the worker draws random numbers that others do not, or for all images
+    the same.
+    """
+
+    notes: list[str]
+    in_layers: dict[str, list[str]]
+    in_losses: dict[Place, list[float]]
+    draws: bool
+
+
+class _Calls(TorchFunctionMode):
+    """Follows the tensors that are computed from the batch through the calls of torch that a loop makes.
+
+    ``report`` gets the note on a sign as soon as it is found, ``batch_size`` is that of the global batch.
+    """
+
+    def __init__(self, report: Callable[[str], None], batch_size: int) -> None:
+        super().__init__()
+        self.is_paused = False
+        self._report = report
+        self._batch_size = batch_size  # of the global batch
+        self._num_images = 0  # of this worker
+        self.seeds: set[int] = set()  # of generators that have drawn as many numbers as there are images, or a multiple
+        self._marks: Any = WeakIdKeyDictionary()  # of tensors that depend on the batch: a set of words
+        self._weights: set[int] = set()
+        self._has_compared = False  # True if Python has compared numbers of two images in this step
+        self.numbers = LoopNumbers()  # that enter the losses from outside of torch's calls
+
+    def begin(self, batch: Batch, weights: set[int]) -> None:
+        """Follow a step of ``batch``; ``weights`` are the IDs of parameters and buffers, which need no marks."""
+        for marks in self._marks.values():
+            marks.discard("now")
+            marks.add("kept")
+        for tensor in (batch.images, batch.labels, batch.targets, batch.samples):
+            self._marks[tensor] = {"now"}
+        self._num_images, self._weights, self._has_compared = batch.num_used, weights, False
+        self.numbers.begin(batch.num_used, weights)
+        self.seeds.clear()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Return what a call of torch's function ``func`` does, and follow it; torch calls this for each call."""
+        kwargs = kwargs or {}
+        if torch.compiler.is_compiling() or self.is_paused:
+            return func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+
+        # The backward's tensor is the loss. A hook may change gradients, too.
+        if name == "backward":  # of a tensor, or torch.autograd.backward of several
+            losses = [leaf for leaf in tree_leaves((args[:1], kwargs.get("tensors"))) if isinstance(leaf, Tensor)]
+            self.numbers.note_losses(losses)
+            marks = set[str]().union(*(self._marks.get(loss, ()) for loss in losses))
+            if self._has_compared and _rows_of(marks):
+                marks.add("compares")
+            if "kept" in marks and "now" not in marks:
+                marks = {"late"}
+            for mark in marks:
+                if mark in _NOTES:
+                    self._report(_NOTES[mark])
+        if name == "register_hook":
+            self._report(_NOTES["hook"])
+        if name == "__iter__" and args[0] in self._marks and args[0].ndim == 1:  # what it gives cannot be seen
+            return iter(self.__torch_function__(Tensor.unbind, types, args))
+
+        result = func(*args, **kwargs)
+        leaves = tree_leaves((args, kwargs))  # once for numbers and marks, because it takes longest
+        self.numbers.follow(name, args, leaves, result, sys._getframe(1))
+        # A generator of the loop's that draws a number, or several, for each image.
+        is_drawn = kwargs.get("generator") is not None and isinstance(result, Tensor)
+        if is_drawn and self._num_images > 1 and _has_rows(result, self._num_images):
+            self.seeds.add(kwargs["generator"].initial_seed())
+
+        # The result depends on the batch if an argument does, unless that gives only its type or shape.
+        inputs = tree_leaves(args[:1]) if name in _LIKE_ANOTHER else leaves
+        sources = [leaf for leaf in inputs if isinstance(leaf, Tensor) and leaf in self._marks]
+        if getattr(func, "__module__", "").startswith("torch.distributed"):  # its result is the same on all workers
+            for source in sources:
+                del self._marks[source]
+            return result
+        if name == "__setitem__" and args[0] in self._marks and _is_part_of_rows(args[0], args[1], self._num_images):
+            self._marks[args[0]].add("placed")
+        if func is torch.autograd.grad:
+            self._follow_gradients(args, kwargs, result)
+        elif sources and self._num_images > 1 and name not in _NOT_FOLLOWED:
+            try:
+                marks = self._marks_of(func, name, args, kwargs, sources, result)
+            except UsageError:
+                raise
+            except Exception:  # all kinds of arguments are met here, and no run must fail by a search
+                _log.debug("what a call of %s depends on is not known", name, exc_info=True)
+                return result
+            for leaf in [result] if isinstance(result, Tensor) else tree_leaves(result):
+                if isinstance(leaf, Tensor) and id(leaf) not in self._weights:
+                    self._marks[leaf] = set(marks)
+            self._follow_single_numbers(name, args, sources, result)
+            # Parts of rows, not of another dimension: it is the third argument, or dim.
+            if name in _PARTS and args[2:3] in ((), (0,)) and kwargs.get("dim", 0) == 0:
+                self._mark_moved_parts(result)
+        return result
+
+    def _follow_gradients(self, args: Any, kwargs: Any, gradients: Any) -> None:
+        """Mark ``gradients`` of weights and the like as statistics, because they are sums over this worker's images.
+
+        Gradients of images, and of tensors computed from them, have a row for each image, and get no mark. The
+        arguments are those of ``torch.autograd.grad``.
+        """
+        outputs = [leaf for leaf in tree_leaves((args[:1], kwargs.get("outputs"))) if isinstance(leaf, Tensor)]
+        inputs = [leaf for leaf in tree_leaves((args[1:2], kwargs.get("inputs"))) if isinstance(leaf, Tensor)]
+        marks = set().union(*(self._marks.get(output, ()) for output in outputs)) - {"sum"}
+        if self._num_images > 1 and any(output in self._marks for output in outputs):
+            for tensor, gradient in zip(inputs, gradients, strict=True):
+                if gradient is not None and tensor not in self._marks:
+                    self._marks[gradient] = {*marks, "statistic"}
+
+    def _follow_single_numbers(self, name: str, args: Any, sources: list[Tensor], result: Any) -> None:
+        """Mark the numbers that Python takes out of a vector, and note whether it compares those of two images."""
+        vector = sources[0]
+        if vector.ndim == 1 and _has_rows(vector, self._num_images):
+            if name == "unbind":
+                for row, number in enumerate(result):
+                    self._marks[number].add(f"row {row % self._num_images}")
+            elif name == "__getitem__" and isinstance(args[1], int):
+                self._marks[result].add(f"row {args[1] % self._num_images}")
+        elif name in _COMPARED and len(sources) == 2 and result.ndim == 0:
+            first, second = (_rows_of(self._marks[source]) for source in sources)
+            self._has_compared |= bool(first and second and first != second)
+
+    def _mark_moved_parts(self, parts: Any) -> None:
+        """Mark those ``parts`` of a tensor whose row 0 is no longer of image 0, so that their rows count as moved."""
+        first_row = 0
+        for part in parts:
+            # A tensor may have the rows of all images several times, such as two views of each, one after the other. A
+            # part that begins with a repetition begins with the first image, too.
+            if first_row % self._num_images:
+                self._marks[part].add("moved")
+            first_row += len(part)
+
+    def _marks_of(self, func: Any, name: str, args: Any, kwargs: Any, sources: list[Tensor], result: Any) -> set[str]:
+        """Return the marks for the ``result`` of a call; ``sources`` are those arguments that depend on the batch.
+
+        Raises UsageError if the call is a batch norm over this worker's images alone.
+        """
+        if func is F.batch_norm and (kwargs.get("training") or (len(args) > 5 and args[5])):  # args[5] is training
+            raise UsageError(
+                "A network that is not prepared has batch norm in training mode, which normalises with one worker's "
+                "images: give it to run.prepare, or call its eval() if it is to stay as it is; or train on one worker."
+            )
+        first, num_images = sources[0], self._num_images
+        is_tensor = isinstance(result, Tensor)
+
+        # The result inherits all marks of its sources.
+        marks: set[str] = set().union(*(self._marks[source] for source in sources))
+
+        # A statistic is harmless as long as the loss is linear in it, because the mean over all workers' images is the
+        # mean of the workers' means. It is harmful if it is combined with single images again, each of which meets the
+        # statistic of its own worker only, if it is multiplied by another statistic, or if the function is not linear.
+        statistics = [source for source in sources if "statistic" in self._marks[source]]
+        is_spread = len(statistics) < len(sources) and is_tensor and _has_rows(result, num_images)
+        is_squared = len(statistics) > 1 and name in (*_DIVISIONS, "mul", "__mul__", "__rmul__")
+        if statistics and (name not in _LINEAR or is_spread or is_squared):
+            marks.add("compares")
+
+        # Moved rows are combined with rows of other images, unless all operands have moved.
+        have_moved = ["moved" in self._marks[source] for source in sources if source.ndim]
+        if name in _JOINS or not is_tensor or result.ndim == 0:
+            marks.discard("moved")
+        elif len(set(have_moved)) > 1:
+            marks.add("compares")
+        if args and first is args[0] and _moves_rows(name, args, kwargs, num_images):  # none if all are keywords
+            marks ^= {"moved"}  # a second move usually undoes the first
+
+        # A linear reduction over the images makes a statistic of each feature; another reduction compares the images.
+        is_reduction = name in _COMPARISONS or name in _STATISTICS
+        if is_reduction and first.ndim > 1 and _is_over_images(first, name, args, kwargs, num_images):
+            marks.add("compares" if name in _COMPARISONS else "statistic")
+
+        # The same holds for a reduction of a whole tensor, or of a number for each image: the mean of the losses is
+        # harmless in itself, but its square or its distance from a bound is not, and neither are the largest losses.
+        if _has_rows(first, num_images) and (first.ndim == 1 or (is_tensor and result.ndim == 0)):
+            if name in _COMPARISONS:
+                marks.add("compares")
+            is_loss = _LOSSES.fullmatch(name) is not None
+            if is_tensor and result.ndim == 0 and (name in _STATISTICS or is_loss):
+                marks.add("statistic")
+
+        # A single number that adds up the images is larger if the worker has more of them.
+        adds_up = (name in ("sum", "nansum") and _has_rows(first, num_images)) or kwargs.get("reduction") == "sum"
+        if is_tensor and result.ndim == 0 and adds_up:
+            marks.add("sum")
+
+        # A mask selects more rows on some workers than on others, so a mean over the rows weights the workers wrongly.
+        indices = [leaf for leaf in tree_leaves(args[1:]) if isinstance(leaf, Tensor)]
+        if name in ("__getitem__", "masked_select") and any(index.dtype == torch.bool for index in indices):
+            marks.add("selected")
+        if name == "mean" and "selected" in marks:
+            marks.add("other mean")
+
+        # The same holds for a cross entropy with class weights, which divides by their sum, or with labels left out.
+        if name in ("cross_entropy", "nll_loss") and kwargs.get("reduction", "mean") == "mean":
+            weight = kwargs.get("weight", args[2] if len(args) > 2 else None)
+            target = kwargs.get("target", args[1] if len(args) > 1 else None)
+            has_classes = isinstance(target, Tensor) and target.ndim == 1 and not target.is_floating_point()
+            if weight is not None or (has_classes and bool((target == kwargs.get("ignore_index", -100)).any())):
+                marks.add("other mean")
+
+        # A quotient of two sums is a mean over something else, which the divisor counts. A sum that is divided by this
+        # worker's number of images, or by a tensor, counts as a mean; divided by the global batch size, it is a sum.
+        if name in _DIVISIONS:
+            divisor = args[1] if len(args) > 1 else kwargs["other"]
+            if isinstance(divisor, Tensor) and "sum" in self._marks.get(divisor, ()):
+                marks.add("other mean")
+            if isinstance(divisor, Tensor) or (divisor % num_images == 0 and divisor != self._batch_size):
+                marks.discard("sum")
+
+        if _is_of_pairs(name, args, sources, result, num_images):
+            marks.add("compares")
+        return marks
+
+
+def _rows_of(marks: set[str]) -> set[str]:
+    """Return those of ``marks`` that say of which single images a number is."""
+    return {mark for mark in marks if mark.startswith("row ")}
+
+
+def _moves_rows(name: str, args: Any, kwargs: Any, num_images: int) -> bool:
+    """Return whether a call of ``name`` moves the rows of ``args[0]`` to other positions than those of their images."""
+    if name not in ("__getitem__", "index_select", "flip", "roll") or not _has_rows(args[0], num_images):
+        return False
+    # A slice moves rows unless it begins with the first image; numbers of rows may choose any order, a mask keeps it.
+    if name == "__getitem__" and isinstance(args[1], slice):
+        return bool((args[1].start or 0) % num_images)
+    if name == "__getitem__":
+        return isinstance(args[1], Tensor) and args[1].ndim == 1 and args[1].dtype == torch.int64
+    if name == "index_select":
+        return kwargs.get("dim", args[1] if len(args) > 1 else None) == 0
+    # flip(0, 1) or flip((0, 1)) has the dimensions after the tensor, roll(shifts, dims) has them after the shifts.
+    dims = kwargs.get("dims", args[1:] if name == "flip" else args[2] if len(args) > 2 else 0)
+    return 0 in tree_leaves(dims)
+
+
+def _is_part_of_rows(tensor: Tensor, index: Any, num_images: int) -> bool:
+    """Return whether ``index`` is a slice of the rows of ``tensor`` that begins or ends among the images."""
+    rows = index[0] if isinstance(index, tuple) and index else index
+    if not isinstance(rows, slice) or num_images < 2 or not _has_rows(tensor, num_images):
+        return False
+    start, stop, _ = rows.indices(len(tensor))
+    return bool(start % num_images or stop % num_images)
+
+
+def _is_of_pairs(name: str, args: Any, sources: list[Tensor], result: Any, num_images: int) -> bool:
+    """Return whether a call combines images with images, by a product, a distance, or all pairs of rows."""
+    if name in ("cdist", "pdist") and sources[0].ndim == 2:
+        return True
+    if len(sources) < 2:
+        return False
+    if name in _PRODUCTS and any(source.ndim < 3 for source in sources):
+        return True
+    if name == "einsum":  # it computes each image alone if all operands and the result begin with the same letter
+        operands, _, output = str(args[0]).replace(" ", "").partition("->")
+        if len({subscripts[:1] for subscripts in (*operands.split(","), output)}) > 1:
+            return True
+    if not isinstance(result, Tensor) or result.ndim < 2:
+        return False
+    # All pairs of rows, as in x[:, None] - x[None]: the first two dimensions are images, and one operand has a 1 first.
+    has_pairs = result.shape[0] % num_images == 0 and result.shape[1] % num_images == 0
+    return has_pairs and any(source.ndim > 1 and source.shape[0] == 1 for source in sources)
+
+
+def _is_over_images(tensor: Tensor, name: str, args: Any, kwargs: Any, num_images: int) -> bool:
+    """Return whether a reduction is over the first dimension of ``tensor``, and this is the images."""
+    if not _has_rows(tensor, num_images):
+        return False
+    # Find the dimensions: given by a name, or as the first positional argument that is a number or several.
+    positional = next((argument for argument in args[1:] if isinstance(argument, (int, tuple, list))), None)
+    dim = kwargs.get("dim", kwargs.get("axis", positional))
+    if name in ("norm", "vector_norm", "normalize") and "dim" not in kwargs:  # their first number is the order
+        dim = args[2] if len(args) > 2 else None
+    dims = dim if isinstance(dim, (tuple, list)) else (dim,)
+    # A negative number counts from the last dimension. True and False are no numbers of dimensions, but options.
+    return 0 in [d if not isinstance(d, int) or d >= 0 else d + tensor.ndim for d in dims if not isinstance(d, bool)]
+
+
+def _has_rows(tensor: Tensor, num_images: int) -> bool:
+    """Return whether ``tensor`` has one row per image, or several, such as one per patch."""
+    return tensor.ndim > 0 and tensor.shape[0] > 0 and tensor.shape[0] % num_images == 0

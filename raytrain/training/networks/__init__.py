@@ -1,0 +1,1 @@
+"""Networks: built, loaded, transferred, compiled and averaged, in a precision that suits the device; their loss."""
