@@ -216,52 +216,29 @@ class Connection(AbstractContextManager["Connection"]):
     def __init__(
         self, address: str | None, gpus: str | None = None, before_start: Callable[[], None] | None = None
     ) -> None:
-        global _own
         set_variables({name: os.environ.get(name, value) for name, value in _VARIABLES.items()})
-
-        # Find the address. None stands for the cluster that this process is in, or its own.
-        own_is_used = _own is not None and _own.num_users > 0
-        uses_present_cluster = is_connected() or own_is_used
-        self._address = address or (None if uses_present_cluster else os.environ.get("RAY_ADDRESS")) or None
-        if self._address and "://" in self._address:
-            raise _not_a_cluster(self._address)
-        if self._address == "auto":  # stays "auto" if no Ray runs here, so that connect() says so
-            self._address = ray_start_address({0, os.getuid()}) or "auto"
-        elif not (self._address or uses_present_cluster):  # the user has not asked for the cluster that is found here
-            self._address = ray_start_address()
-            if self._address is not None:
-                message = "Joining the Ray that runs on this machine, %s; --address local starts a new one."
-                _log.warning(message, self._address)
-
-        # Refuse GPU numbers for a cluster that runs already, and a second cluster beside an own one in use.
-        starts_here = self._address == "local" or not (self._address or is_connected())
-        if gpus and not starts_here:
+        self._address = _cluster_address(address)
+        self.own: OwnRay | None = None  # this process's own Ray, if that is the cluster
+        self._opened = ExitStack()  # closing it ends this connection's use of the cluster
+        self._uses_joined = False
+        if self._address == "local":
+            if before_start is not None:
+                before_start()
+            self.own = _use_own_ray(gpus)
+            self._opened.enter_context(lean_imports())
+        elif gpus:
             raise UsageError(
                 f"--device is cuda:{gpus}, and the run uses a Ray cluster that runs already, whose GPUs were chosen "
                 "when it was started; leave the numbers out, or use --address local for a new cluster on this machine."
             )
-        if not starts_here:
+        else:
             # A run can go on without the cluster's head, but by default Ray ends its processes after a minute.
             set_variables({_HEAD_AWAY: os.environ.get(_HEAD_AWAY, HEAD_AWAY_S)})
+
+            # This process can be in one cluster only, so its own Ray ends.
             _require_unused(f"join the cluster at {self._address}")
             end_own_ray()
-        elif before_start is not None:
-            before_start()
-
-        # An own cluster has this machine only, and only this process uses it. One that does not fit is replaced.
-        self.own: OwnRay | None = None
-        if starts_here:
-            with _own_lock:
-                if _own is None or not _own.fits(gpus):
-                    _require_unused("start another one with other GPUs or variables")
-                    end_own_ray()
-                    _own = OwnRay(gpus)
-                _own.num_users += 1
-                self.own = _own
-        self._opened = ExitStack()  # closing it ends this connection's use of the cluster
-        self._opened.enter_context(lean_imports())
-        self._uses_joined = False
-        if self.own is None:
+            self._opened.enter_context(lean_imports())
             self._opened.enter_context(keep_server())
             with _joined.lock:
                 if _joined.num_users:  # so that other connections do not leave it before this one connects
@@ -325,6 +302,49 @@ class Connection(AbstractContextManager["Connection"]):
         self._opened.close()
         if self.own is not None:
             self.own.release()
+
+
+def _cluster_address(address: str | None) -> str | None:
+    """Return the address of the cluster that a connection uses, by the ``address`` that the user gives, if any.
+
+    ``local`` stands for this process's own cluster, and None for the one that this process is in. Raises UsageError if
+    the address is a URL.
+    """
+    # Without an address, a cluster that this process uses already goes before the environment.
+    if not address:
+        if is_connected():
+            return None
+        if _own is not None and _own.num_users:
+            return "local"
+        address = os.environ.get("RAY_ADDRESS")
+    if address and "://" in address:
+        raise _not_a_cluster(address)
+    if address == "auto":
+        return ray_start_address({0, os.getuid()}) or "auto"  # if no Ray runs here, connect() says so of "auto"
+    if address:
+        return address
+
+    # The user has not asked for a cluster, so say it if one is joined.
+    found = ray_start_address()
+    if found is None:
+        return "local"
+    _log.warning("Joining the Ray that runs on this machine, %s; --address local starts a new one.", found)
+    return found
+
+
+def _use_own_ray(gpus: str | None) -> OwnRay:
+    """Begin a use of this process's own Ray, which :meth:`OwnRay.release` ends; start one if there is none that fits.
+
+    Raises UsageError if one that does not fit is in use.
+    """
+    global _own
+    with _own_lock:
+        if _own is None or not _own.fits(gpus):
+            _require_unused("start another one with other GPUs or variables")
+            end_own_ray()
+            _own = OwnRay(gpus)
+        _own.num_users += 1
+        return _own
 
 
 def ray_start_address(users: Collection[int] = ()) -> str | None:
