@@ -279,25 +279,12 @@ class BucketStore(Store):
 
         # Go down to where the tree of folders branches, so that several of them can be listed at once.
         folders = [prefix]
-        objects: list[ObjectMeta] = []
+        objects: list[ObjectMeta] = []  # on the way there
         while len(folders) == 1:
-            (folder,) = folders
-            try:
-                listed = self._send(folder, lambda client, folder=folder: client.list_with_delimiter(folder))
-                folders = list(listed["common_prefixes"])
-                if self._ask_whether_more_follow(folder, listed):  # then ask for all that is below the folder
-                    folders, listed["objects"] = [], self._list_folder(folder, unusable_names)
-                objects += listed["objects"]
-                # obstore drops a slash at the beginning of a name. Such names seem to be in a folder without a name,
-                # which would be listed as the bucket itself again.
-                if "" in folders:
-                    folders.remove("")
-                    objects += self._list_any_names("/", unusable_names, UnusableNames(_LEADING_SLASH.format(self.url)))
-            except UnusableNames as error:
-                folders = []
-                objects += self._list_any_names(folder and f"{folder}/", unusable_names, error)
+            found, folders = self._list_level(folders[0], unusable_names)
+            objects += found
 
-        # Yield what lies on the way there, then each of the branches with all that is below it.
+        # Yield these, then each of the branches with all that is below it.
         branches = request_threads().map(self._list_folder, folders, repeat(unusable_names))
         for listed_objects in (objects, *branches):
             for meta in listed_objects:
@@ -310,6 +297,27 @@ class BucketStore(Store):
                 f"{self.url}/{prefix}".rstrip("/"),
                 unusable_names[0],
             )
+
+    def _list_level(self, folder: str, unusable_names: list[str]) -> tuple[Sequence[ObjectMeta], list[str]]:
+        """Return the objects that lie directly in ``folder``, and the folders in it, which are to be listed next.
+
+        If the server breaks this listing off, or obstore refuses a name in it, return all objects below ``folder``, and
+        no folders. Names that cannot be used are added to ``unusable_names``.
+        """
+        try:
+            listed = self._send(folder, lambda client: client.list_with_delimiter(folder))
+            if self._ask_whether_more_follow(folder, listed):
+                return self._list_folder(folder, unusable_names), []
+        except UnusableNames as error:
+            return self._list_any_names(folder and f"{folder}/", unusable_names, error), []
+
+        # obstore drops a slash at the beginning of a name. Such names seem to be in a folder without a name, which
+        # would be listed as the bucket itself again.
+        objects, folders = list(listed["objects"]), list(listed["common_prefixes"])
+        if "" in folders:
+            folders.remove("")
+            objects += self._list_any_names("/", unusable_names, UnusableNames(_LEADING_SLASH.format(self.url)))
+        return objects, folders
 
     def _check_pages(self) -> None:
         """Raise StorageError if an S3 server does not say how a listing continues after its first page.
