@@ -16,7 +16,7 @@ from queue import SimpleQueue
 from typing import Any, cast
 
 from raytrain.config import ResolvedConfig
-from raytrain.errors import RaytrainError, StorageError, TrainingFailed, UsageError, format_count
+from raytrain.errors import RaytrainError, TrainingFailed, UsageError, format_count
 from raytrain.experiments.optuna_study import SweepStudy
 from raytrain.experiments.scaling import Compared, Scaling, Size, default_target, scaling
 from raytrain.experiments.search_space import Point, parse
@@ -38,7 +38,6 @@ from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.metrics_history import read_metrics
 from raytrain.runs.outcome import StopReason
 from raytrain.runs.redact import one_line
-from raytrain.runs.status import RunStatus, read_status
 from raytrain.training.metrics.evaluation_metrics import measured_metrics
 
 SweepView = Callable[[SweepSnapshot], None]
@@ -88,61 +87,52 @@ class SweepSession:
         self._loop = loop
         self._target = target
         self._notify_trials = notify_trials
-        self._notification = Notification(notify_target(prepared.config))
+        self._is_stopping = False  # no further trial starts
+        self._is_concluded = False  # the documents say how the sweep has ended
 
-        # Count the steps of all trials by the batch plans of the examples. Plans do not depend on how a run computes,
-        # so precision and resizer may be any.
-        configs: list[ResolvedConfig] = []
-        for trial in examples:
-            run = dataclasses.replace(prepared, config=trial.config, name=trial.name)
-            num_workers = int(trial.config.workers)
-            configs.append(
-                run.resolve(
-                    num_workers,
-                    placement.device,
-                    fastest_precision=lambda _: "float32",
-                    fastest_resizer=lambda: "pillow",
-                    suits_channels_last=lambda: False,
-                )
-            )
+        # The batch plans of the examples say how many steps all trials have, and how many epochs the longest one.
+        configs = [_resolved_for_plan(prepared, trial, placement.device) for trial in examples]
         plans = [prepared.data.plan(config) for config in configs]
         self._num_steps = sum(plan.num_steps for plan in plans) * planned.num_trials // len(plans)
-
-        # Trials read the same images, and are compared while they train. Trials that train one by one read their own
-        # images, so the sweep caches none, and train to their end.
-        self._config = dataclasses.replace(configs[0], cache="none") if planned.trains_alone else configs[0]
         num_epochs = max(-(-plan.num_steps // plan.steps_per_epoch) for plan in plans)  # rounded up
+
+        # Trials read the same images, so the sweep may keep them for all. Trials that train one by one read their own.
+        self._config = dataclasses.replace(configs[0], cache="none") if planned.trains_alone else configs[0]
+
+        # Trials are compared while they train. Those that train one by one, to be timed, train to their end.
         stops_by_median = early_stopping and planned.pruner is None and not planned.trains_alone
-        early = EarlyStopping(num_epochs if stops_by_median else 0)  # 0 epochs: it never stops a trial
         metric = Compared(examples[0].metric, examples[0].is_lower_better)
-        self._judge = Judge(metric, early, self._open_study(metric, num_epochs, trials))
+        study = self._open_study(metric, num_epochs, trials)
+        early = EarlyStopping(num_epochs if stops_by_median else 0)  # 0 epochs: it never stops a trial
+        self._judge = Judge(metric, early, study)
+
+        # If a sweep is killed right after a point was chosen, only the study's log has the point.
+        if study is not None and len(study.points) > len(trials):
+            self._planned = dataclasses.replace(planned, points=tuple(study.points))
+            trials = [*trials, *trials_of(self._planned, prepared.config, prepared.name)[len(trials) :]]
 
         # Trials that have nothing left to do count as they ended. All others wait in a queue.
         self._lock = threading.Lock()
         self._runs: list[TrialRun] = []
         self._waiting: deque[TrialRun] = deque()
-        if self._judge.study is not None and len(self._judge.study.points) > len(trials):
-            # If a sweep is killed right after a point was chosen, only the study's log has the point.
-            self._planned = planned = dataclasses.replace(planned, points=tuple(self._judge.study.points))
-            trials = [*trials, *trials_of(planned, prepared.config, prepared.name)[len(trials) :]]
         for trial in trials:
             self._add(trial)
-        self._is_stopping = False  # no further trial starts
         self._printed_notes: set[str] = set()  # of any trial: most are the same in all of them
 
         # The cost of the sweep is that of the machines of all trials; a machine on which two trials train counts once.
         # A budget that is spent already is refused if trials are left to train.
-        before = RunStatus(status="starting")
-        if prepared.config.resume:
-            with suppress(StorageError):
-                before = read_status(prepared.store)
-        if self._waiting or len(self._runs) < planned.num_trials:
+        before = prepared.status_before()
+        if self._waiting or len(self._runs) < self._planned.num_trials:
             check_budget(prepared.config, before, f"Sweep {prepared.name!r}")
         self._cost = CostMeter(prepared.config.prices, before, prepared.started_at)
+
+        # Storage may hang, and a stop must not wait for it, so the documents are written in the background.
         self._writer = DocumentWriter(prepared.store, self._num_steps, before=before)
-        self._documents = Background(self._record)  # storage may hang, and a stop must not wait for it
-        self._is_concluded = False  # the documents say how the sweep has ended
-        self._free_gpus: SimpleQueue[str | None] = SimpleQueue()  # the GPUs of one trial each, which no trial uses now
+        self._documents = Background(self._record)
+        self._notification = Notification(notify_target(prepared.config))
+
+        # Each trial takes its GPUs out of this queue, and puts them back at its end.
+        self._free_gpus: SimpleQueue[str | None] = SimpleQueue()
         for gpus_of_trial in self._divide_gpus():
             self._free_gpus.put(gpus_of_trial)
 
@@ -441,3 +431,18 @@ class SweepSession:
         metric = self._judge.metric
         target = default_target(histories.values(), metric) if self._target is None else self._target
         return tuple(scaling(sizes[typed], histories, target, point, metric) for typed, point in points.items())
+
+
+def _resolved_for_plan(prepared: PreparedRun, trial: Trial, device: str) -> ResolvedConfig:
+    """Return the options of a trial, resolved as far as its batch plan and its images depend on them.
+
+    Neither depends on precision and memory format, which may therefore be any. The resizer is that of all groups.
+    """
+    run = dataclasses.replace(prepared, config=trial.config, name=trial.name)
+    return run.resolve(
+        int(trial.config.workers),
+        device,
+        fastest_precision=lambda _: "float32",
+        fastest_resizer=lambda: "pillow",
+        suits_channels_last=lambda: False,
+    )

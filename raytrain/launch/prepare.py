@@ -14,6 +14,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,7 @@ from raytrain.config.network import Precision, Resizer, timm_name
 from raytrain.config.option_marks import Mark
 from raytrain.config.options import options_with
 from raytrain.data.images.crop_box import fastest_resizer
-from raytrain.errors import UsageError, flag, format_count
+from raytrain.errors import StorageError, UsageError, flag, format_count
 from raytrain.launch.notification import check_notify
 from raytrain.launch.option_checks import check_recordable, choose_decoder, useless_lengths
 from raytrain.launch.placement import Placement, fastest_precision
@@ -431,6 +432,16 @@ class PreparedRun(TrainRequest):
         """Copy what this process has printed to storage now, because it is about to end."""
         if self.log is not None:
             self.log.copy()
+
+    def status_before(self) -> RunStatus:
+        """Return the status that earlier attempts have left, with their cost; one of no cost if there are none.
+
+        It is one of no cost, too, if storage is out of reach.
+        """
+        if self.config.resume:
+            with suppress(StorageError):
+                return read_status(self.store)
+        return RunStatus(status="starting")
 
     def resolve(
         self,

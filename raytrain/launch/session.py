@@ -43,7 +43,6 @@ from raytrain.runs.logs import print_line
 from raytrain.runs.outcome import Outcome, StopReason, TrainResult, failure_sentence, successful
 from raytrain.runs.provenance import record_provenance
 from raytrain.runs.redact import printable, redact
-from raytrain.runs.status import RunStatus, read_status
 from raytrain.trackers.tracking import Tracking
 from raytrain.training.script_logging import LoggedRecord, write_record
 
@@ -82,11 +81,7 @@ class RunSession:
         self._prepared = prepared
         self._launch = launch
         self._plan = prepared.data.plan(launch.config)
-        # A run that resumes goes on with the cost of its earlier attempts.
-        before = RunStatus(status="starting")
-        if prepared.config.resume:
-            with suppress(StorageError):
-                before = read_status(prepared.store)
+        before = prepared.status_before()  # whose cost a run that resumes goes on with
         self._writer = DocumentWriter(
             prepared.store, self._plan.num_steps, prepared.first_step, prepared.started_at, before
         )
