@@ -108,8 +108,8 @@ def progress_line(snapshot: Snapshot) -> str:
 def _measurements(snapshot: Snapshot) -> list[str]:
     """Return speed, learning rate, waiting time and cost, each if it is known, and counts that are not zero.
 
-    The counts are those of images that could not be used, of requests that were retried, and of images that CPUs
-    decoded in place of GPUs.
+    Counted are images that could not be used, requests that were retried, and images that CPUs decoded in place of
+    GPUs.
     """
     latest = snapshot.latest
     values = {name: latest.value(name) for name in _MEASUREMENTS} if latest else {}

@@ -188,9 +188,9 @@ def check_compared(trial: Trial) -> None:
 def resumed_trials(trials: Sequence[Trial], before: TrainConfig) -> list[Trial]:
     """Return the trials of a sweep that resumes; ``before`` are the options that the sweep had.
 
-    A trial that has begun keeps its own tags and note, which somebody may have changed since, and gets tags that are
-    new in the sweep, and its note if that is new. Raises UsageError if a trial was started with another model, batch
-    size or seed.
+    Somebody may have changed the tags and the note of a trial since it began, so it keeps them. It also gets the tags
+    that are new in the sweep, and the sweep's note if this is new. Raises UsageError if a trial was started with
+    another model, batch size or seed.
     """
     resumed: list[Trial] = []
     for trial in trials:

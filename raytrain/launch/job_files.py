@@ -95,7 +95,7 @@ def job_files(config: TrainConfig, include: Sequence[str] = (), config_file: str
 
     Raises UsageError if one of these files is a link, is outside of the current folder, is likely a secret, may not be
     read or cannot be parsed as Python, or if all together are more than Ray takes. In a folder that ``include`` names,
-    links, secrets, files that a .gitignore names and those that this user may not read are left out instead.
+    files are left out instead if they are links, secrets or named by a .gitignore, or if this user may not read them.
 
     Example:
         >>> job_files(TrainConfig(loop="loop.py:train"), include=["labels.csv"]).paths

@@ -179,7 +179,7 @@ class Decoders(AbstractContextManager["Decoders"]):
         ``read_ahead``. If processes are forked, call this before this process uses a GPU and, if possible, before it
         has threads.
         """
-        # Divide the threads evenly among the processes.
+        # Divide the threads evenly among the processes, whose number is rounded up.
         num_threads = num_decoders()
         num_processes = -(-num_threads // _THREADS) if self._new_processes is None else len(self._new_processes)
         waits: list[Callable[[], int | None]] = []  # each waits for a process to end, and returns its exit code

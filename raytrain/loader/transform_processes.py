@@ -99,7 +99,7 @@ class TransformedBatches:
         under_way: deque[tuple[LocalBatch, list[Future[Block]]]] = deque()
         num_pieces = 0  # in all batches that are under way
         for local in self._source.train(first_step):
-            # Cut the batch into pieces, one for each process if the batch has as many images.
+            # Cut the batch into pieces of equally many images, rounded up: one for each process, if there are enough.
             num_rows = max(1, min(_MAX_ROWS, -(-len(local.draws) // self._num_processes)))
             slices = [slice(start, start + num_rows) for start in range(0, len(local.draws), num_rows)]
             epoch = local.batch.epoch

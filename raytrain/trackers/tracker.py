@@ -79,8 +79,8 @@ class TrackedRun:
 def hyperparams(config: TrainConfig) -> dict[str, str | int | float]:
     """Return the options of a run by name, each as a number or a text of one line.
 
-    Options that are not set are left out, and those of the command that trains, such as ``--resume``, which say nothing
-    about the run. Several values are joined by spaces.
+    Options that are not set are left out, as are options of the command, such as ``--resume``: they say nothing about
+    the run. Several values are joined by spaces.
 
     Example: ``hyperparams(config)["image_size"] == "224 224"``
     """

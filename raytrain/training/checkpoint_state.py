@@ -1,14 +1,14 @@
-"""The state in checkpoints: that of networks, optimizers and all else that a loop prepares, named by kind and order.
+"""The state in checkpoints: of networks, optimizers and all else that a loop prepares, named by kind and order.
 
 A loop prepares the same objects in the same order in each attempt. So the second network is ``model-2`` in the
 checkpoint and after a resume, whatever the loop calls it. Each object is loaded when it is prepared: afterwards, a loop
 cannot tell a resumed run from a new one.
 
 Options may change on a resume, such as the learning rate. An optimizer's state_dict holds its options, too, and would
-restore the old ones. Comparing it with the new options does not tell which ones the user has changed, because a
-scheduler changes options while a run trains. So each group of an optimizer keeps the options with which its attempt
-began (under ``asked``), and after loading, only those options are set in which this attempt differs from that. If the
-learning rate has changed, the scheduled rate is multiplied by the ratio.
+restore the old ones. Comparing it with the new options does not show which ones the user has changed, because a
+scheduler changes options while a run trains. So each group of an optimizer also keeps the options with which its
+attempt began, under ``asked``. After loading, these are compared with the options of this attempt, and only the ones
+that differ are set. If the learning rate has changed, the scheduled rate is multiplied by the ratio.
 
 A loop may add groups to an optimizer while it trains, such as layers that learn from the third epoch on. A resume
 prepares the optimizer without them: their state waits until the loop has added them again, before its first step.

@@ -77,7 +77,7 @@ class BatchPlan:
     @property
     def steps_per_epoch(self) -> int:
         """Number of steps that use every sample once."""
-        return -(-self.num_samples // self.batch_size)
+        return -(-self.num_samples // self.batch_size)  # rounded up
 
     @property
     def num_steps(self) -> int:

@@ -130,7 +130,7 @@ class WorkerOrder:
 
     def __len__(self) -> int:
         plan = self.partition.plan
-        epochs = -(-plan.num_steps // plan.steps_per_epoch)
+        epochs = -(-plan.num_steps // plan.steps_per_epoch)  # rounded up
         return max(0, (epochs - self._first_epoch) * self._blocks_per_epoch - self._skipped_blocks)
 
     def draws(self, number: int) -> Int64s:
@@ -170,7 +170,7 @@ class WorkerOrder:
 
     @property
     def _blocks_per_epoch(self) -> int:
-        return -(-self.partition.rows_per_epoch // self.rows_per_block)
+        return -(-self.partition.rows_per_epoch // self.rows_per_block)  # rounded up
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ class CacheOrder:
     rows_per_block: int
 
     def __len__(self) -> int:
-        return -(-self.plan.num_samples // self.rows_per_block)
+        return -(-self.plan.num_samples // self.rows_per_block)  # rounded up
 
     def draws(self, number: int) -> Int64s:
         """Return the draws of block ``number``: its samples, for each comes once."""

@@ -4,9 +4,9 @@ One actor does for a run all that needs a process beside the driver's, for each 
 monitors the run, it is Ray Train's controller, it knows where cached blocks are, and it gives out credentials.
 
 An actor answers one call at a time unless its methods are in concurrency groups, which have threads of their own. Here,
-every method that may wait is in the group ``WAIT``, which has a thread for each call that may wait at the same time, so
-that news of the workers are taken in meanwhile. ``credentials`` is in a group of its own, ``KEYS``: what the calls in
-``WAIT`` wait for may have to be read with these credentials first.
+every method that may wait is in the group ``WAIT``. It has a thread for each call that may wait at the same time, so
+that the reports of workers are received meanwhile. ``credentials`` is in a group of its own, ``KEYS``: what the calls
+in ``WAIT`` wait for may have to be read with these credentials first.
 """
 
 from __future__ import annotations

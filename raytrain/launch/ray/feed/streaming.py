@@ -257,7 +257,7 @@ def start_feeders(num_workers: int, cpus: DataCpus) -> tuple[FeederHandle, ...]:
 
     Ray restarts feeders that die; their streams are lost. The CPUs for reading, ``cpus``, are divided evenly.
     """
-    num_feeders = -(-num_workers // _WORKERS_PER_FEEDER)
+    num_feeders = -(-num_workers // _WORKERS_PER_FEEDER)  # rounded up
     where = {"label_selector": on_this_node()} if num_feeders == 1 else {"scheduling_strategy": "SPREAD"}
     num_calls = 2 * _TAKES_PER_WORKER * _WORKERS_PER_FEEDER + 2  # at once: takes of two attempts, one read, one close
     actor: Any = ray.remote(StreamFeeder).options(num_cpus=0, max_restarts=-1, max_concurrency=num_calls, **where)
