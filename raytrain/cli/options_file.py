@@ -164,7 +164,7 @@ class _Pairs(list[tuple[str, Any]]):
 
 
 def _json_entries(place: str, text: str) -> Iterator[_Entry]:
-    """Yield the options of a JSON object, ``text``; raise UsageError if it is none. ``place`` is the file."""
+    """Yield the options in ``text``, a JSON object; raise UsageError for any other text. ``place`` is the file."""
     try:
         pairs = cast("list[tuple[str, Any]]", json.loads(text, object_pairs_hook=_Pairs))
     except RecursionError:
@@ -188,7 +188,7 @@ def _json_words(value: Any) -> Any:
 
 
 def _yaml_entries(place: str, text: str) -> Iterator[_Entry]:
-    """Yield the options of a YAML mapping, ``text``, with their lines; raise UsageError if it is none.
+    """Yield the options in ``text``, a YAML mapping, with their lines; raise UsageError for any other text.
 
     ``place`` is the file. An empty file has no options.
     """

@@ -174,9 +174,9 @@ class TrainConfig(
     ) -> ResolvedConfig:
         """Return the options of a run that starts, with everything decided and without secrets.
 
-        ``device``, cpu or cuda, is what the workers train on. ``mean`` and ``std`` were measured on the training
-        images; options that give them win. The last four arguments are what suits the machines and the network: they
-        take the place of options that are auto.
+        The workers train on ``device``, cpu or cuda. ``mean`` and ``std``, measured on the training images, are taken
+        unless options give others. Options that are auto take the last four arguments, which suit the machines and the
+        network.
 
         Raises UsageError if ``--worker-load`` does not have one number for each worker.
         """

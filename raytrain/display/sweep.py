@@ -340,9 +340,10 @@ def _reason_text(trial: TrialResult) -> str:
 def _conclusion(
     result: SweepResult, values_of_best: str, storage: str, picture: str | None
 ) -> Iterator[RenderableType]:
-    """Yield where the curves of all trials are, the best trial with its checkpoints, and commands that use it.
+    """Yield the file with all curves, the best trial with its checkpoints, and commands that use it.
 
-    ``values_of_best`` is added to the name of the best trial. What is not known, ``picture`` or the best, is left out.
+    ``values_of_best`` is added to the name of the best trial. The file ``picture`` is left out if it is None, and the
+    best trial if there is none.
     """
     if picture is not None:
         compare = shell_command("compare", result.name, storage=storage)

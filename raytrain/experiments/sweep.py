@@ -62,7 +62,7 @@ def sweep(
     signals: StopSignals | None = None,
     trust: bool = False,
 ) -> SweepResult:
-    """Sweep as :func:`raytrain.sweep` does, which says what the arguments are; without a ``view``, show nothing.
+    """Sweep like :func:`raytrain.sweep`, where the arguments are described; without a ``view``, show nothing.
 
     Raises UsageError, StorageError and TrainingFailed as that does.
 

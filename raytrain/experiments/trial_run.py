@@ -81,7 +81,7 @@ class Judge:
         return stops_early or is_pruned
 
     def end(self, number: int, result: TrialResult) -> None:
-        """Tell the study, if there is one, how a trial ended, if the trial has nothing left to do."""
+        """Record in the study how a trial ended; do nothing without a study, or if the trial would train further."""
         if self.study is not None and is_over(result):
             self.study.end(number, result.value, is_pruned=is_stopped_early(result))
 

@@ -181,9 +181,9 @@ def score(
 def wilson_interval(num_right: float, num_images: int) -> Interval:
     """Return the 95 % interval of the accuracy of ``num_right`` of ``num_images`` (Wilson 1927).
 
-    The interval has the true accuracies that are compatible with the measured one: at each bound, it lies just at the
-    edge of what is measured in 95 of 100 cases. Unlike the interval of the normal approximation, this one stays within
-    0 and 1.
+    The interval has the true accuracies that are compatible with the measured one: if the true accuracy is at a bound,
+    the measured one lies just at the edge of what is measured in 95 of 100 cases. Unlike the interval of the normal
+    approximation, this one stays within 0 and 1.
 
     >>> [round(bound, 3) for bound in wilson_interval(9, 10)]
     [0.596, 0.982]

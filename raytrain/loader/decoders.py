@@ -377,7 +377,7 @@ class _Server:
                 self._heard.wait()
 
     def _send(self, number: int | None, message: Any) -> None:
-        """Send an answer to the block ``number``, or a report if that is None."""
+        """Send the answer for block ``number``, or a report if ``number`` is None."""
         with self._sending, suppress(OSError):  # the worker has ended
             self._connection.send((number, message))
 

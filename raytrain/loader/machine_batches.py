@@ -170,7 +170,7 @@ class PartReader:
     def read(self, draws: Int64s, epoch: int, pixels: Pixels | None = None) -> Block:
         """Return the images of ``draws`` for ``epoch``, read in this process, and report those that could not be read.
 
-        They are in the memory ``pixels``, if given.
+        If ``pixels`` is given, the images are read into this memory.
         """
         block, skipped = self._reader.read_draws(self._manifest, draws, epoch, pixels)
         self._report(skipped, take_num_retries())

@@ -48,7 +48,7 @@ class ProcessGroup:
         return self._given is None and dist.is_available() and dist.is_initialized()
 
     def gather(self, value: T) -> list[T]:
-        """Return the ``value`` of each process, by rank; only that of this process if they cannot talk.
+        """Return the ``value`` of each process, by rank; only this process's own if they cannot communicate.
 
         All processes call this together.
         """

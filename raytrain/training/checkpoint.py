@@ -250,7 +250,10 @@ class Checkpoints:
         return None if file is None else _parse_whole(f"{self.store.url}/{file.path}", file.data)
 
     def _raise_error(self) -> None:
-        """Raise the error that the writing thread has met, once: as it is if it has a sentence, otherwise in one."""
+        """Raise the error of the writing thread, if there is one: a RaytrainError as it is, others as a sentence.
+
+        Each error is raised only once.
+        """
         error, self._error = self._error, None
         if isinstance(error, RaytrainError):
             raise error
@@ -264,8 +267,8 @@ class Checkpoints:
 def _from_first(read: Callable[[], StoredFile | None], device: torch.device) -> StoredFile | None:
     """Have worker 0 ``read`` a file, and return it on every worker, by collectives on ``device``.
 
-    An exception of worker 0 is raised on all workers, which would wait for ever otherwise: on the others as a
-    RaytrainError, if it was none.
+    An exception of worker 0 is raised on all workers, which would wait for ever otherwise. If it is no RaytrainError,
+    the others raise a RaytrainError in its place.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return read()
@@ -330,7 +333,7 @@ def _encode(checkpoint: Checkpoint) -> bytes:
 
 
 def _parse(data: bytes) -> Checkpoint:
-    """Return the checkpoint whose bytes :func:`_encode` has made. Raises ValueError with a reason if it is none."""
+    """Return the checkpoint in bytes that :func:`_encode` has made; raise ValueError with a reason for other bytes."""
     if not data.startswith(ZIP):  # torch would try its older formats, which have no CRCs
         raise ValueError("it is no archive as torch.save writes them")
     check_archive(data)

@@ -248,7 +248,7 @@ class Connection(AbstractContextManager["Connection"]):
         self.close()
 
     def connect(self) -> None:
-        """Join the cluster, unless this process is in it already; an own one is waited for until it has started.
+        """Join the cluster, unless this process is in it already; wait for this process's own until it has started.
 
         Raises :class:`UsageError` if no cluster of these versions answers at the address, if an own one could not
         start, or if this process is in another cluster.

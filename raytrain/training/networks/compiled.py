@@ -49,7 +49,7 @@ def records_graphs(mode: CompileMode | None) -> bool:
 
 
 def check_recordable(model: nn.Module, mode: CompileMode) -> None:
-    """Raise UsageError if ``mode`` records CUDA graphs, and several workers cannot record ``model`` in them."""
+    """Raise UsageError if ``mode`` records CUDA graphs and workers wait for each other within ``model``."""
     if records_graphs(mode) and any(isinstance(layer, batchnorm.SynchronisedBatchNorm) for layer in model.modules()):
         instead = "default" if mode == "reduce-overhead" else "max-autotune-no-cudagraphs"
         raise UsageError(

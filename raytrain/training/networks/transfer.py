@@ -167,7 +167,7 @@ def _find_classes(content: Any) -> tuple[str, ...] | None:
 def notes_on_weights(config: TrainConfig, classes: Sequence[str], weights: Mapping[str, Tensor] | None) -> list[str]:
     """Return notes on a run's initial weights: on guessed names, and on a kept head whose classes nobody has named.
 
-    There are none for weights that are not :class:`GivenWeights`: the seed or a checkpoint decides them.
+    Without :class:`GivenWeights` there are no notes: the seed or a checkpoint has decided the weights.
     """
     if not isinstance(weights, GivenWeights):
         return []
