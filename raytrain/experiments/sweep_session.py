@@ -99,7 +99,7 @@ class SweepSession:
         # Trials read the same images, so the sweep may keep them for all. Trials that train one by one read their own.
         self._config = dataclasses.replace(configs[0], cache="none") if planned.trains_alone else configs[0]
 
-        # Trials are compared while they train. Those that train one by one, to be timed, train to their end.
+        # Trials are compared while they train. Those that train one by one are measured at their end.
         stops_by_median = early_stopping and planned.pruner is None and not planned.trains_alone
         metric = Compared(examples[0].metric, examples[0].is_lower_better)
         study = self._open_study(metric, num_epochs, trials)
