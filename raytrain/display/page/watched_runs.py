@@ -68,9 +68,7 @@ class WatchedRuns:
         self._ask_to_stop = ask_to_stop
         self.feeds = [RunFeed(name) for name in names]
         self.phase = ""  # of the start of a run, such as ``listing the images``
-        # The keys of each run's validation images, with the start of its first attempt: a run that was deleted and
-        # trained anew has others.
-        self._keys: dict[str, tuple[str, Any]] = {}
+        self._keys: dict[tuple[str, str], Any] = {}  # of validation images, by run and the start of its first attempt
         self._sweep_dollars: dict[str, float] = {}  # cost of all trials together so far, by the name of the sweep
         self.on_change: Callable[[], object] = lambda: None
         """Called after each change, in any thread."""
@@ -116,52 +114,57 @@ class WatchedRuns:
 
         A search for a learning rate also has the rate that its losses suggest. What cannot be read is empty or None.
         """
-        # The options, and what follows from them and the status.
         store = run_store(self.storage, name)
-        config, suggestion, resume = None, None, None
-        unused_options: tuple[str, ...] = ()
-        made_of, began_at, heartbeat_at = "", "", ""
+        documents: dict[str, Any] = {
+            "config": None,
+            "metric": _metric_json(compared_by(None)),
+            "not_compared": sorted(not_compared()),
+            "made_of": "",
+            "heartbeat_at": "",
+            "suggestion": None,
+            "resume": None,
+            "evaluation": {},
+            "suspicious": {},
+        }
+
+        # The options, and what follows from them and the status. If a document cannot be read, the rest is not, either.
+        began_at = ""
         with suppress(RaytrainError, FileNotFoundError):
             config = read_config(store, ignore)
-            unused_options = read_unused_options(store)
+            documents["config"] = config
+            documents["metric"] = _metric_json(compared_by(config))
+            documents["not_compared"] = sorted(not_compared().union(read_unused_options(store)))
             if attempts := read_provenance(store):
-                made_of, began_at = attempts[-1].summary(), attempts[0].started_at
+                documents["made_of"], began_at = attempts[-1].summary(), attempts[0].started_at
             status = read_status(store)
-            heartbeat_at = status.heartbeat_at
-            resume = self._resume_command(name, store, config, status)
+            documents["heartbeat_at"] = status.heartbeat_at
+            documents["resume"] = self._resume_command(name, store, config, status)
             if config.is_range_test and not status.active:
                 rate, reason = stored_suggestion(read_metrics(store), stop_reason_of(read_json(store, SUMMARY)))
-                suggestion = {"rate": rate, "reason": reason}
+                documents["suggestion"] = {"rate": rate, "reason": reason}
 
-        # The evaluation names images by their index in the manifest; the keys there are read once for each run. An
-        # evaluation that a stranger has written may be anything.
-        evaluation: dict[str, Any] = {}
+        # What the run has found in its images.
         with suppress(StorageError):
-            evaluation = read_json(store, EVALUATION)
-            if name not in self._keys or self._keys[name][0] != began_at:
-                with suppress(FileNotFoundError):
-                    self._keys[name] = began_at, Manifest.from_parquet(store.get(VALIDATION_MANIFEST)).keys
-            with suppress(KeyError, IndexError, TypeError, ValueError):
-                _, keys = self._keys[name]
-                for example in evaluation["worst"]:
-                    example["key"] = keys[example["sample"]].as_py()
+            documents["evaluation"] = self._evaluation(name, store, began_at)
+        with suppress(StorageError):
+            documents["suspicious"] = read_json(store, SUSPICIOUS_LABELS)
+        return plain(documents)
 
-        suspicious: dict[str, Any] = {}
-        with suppress(StorageError):
-            suspicious = read_json(store, SUSPICIOUS_LABELS)
-        return plain(
-            {
-                "suspicious": suspicious,
-                "config": config,
-                "metric": _metric_json(compared_by(config)),
-                "not_compared": sorted(not_compared().union(unused_options)),
-                "made_of": made_of,
-                "heartbeat_at": heartbeat_at,
-                "suggestion": suggestion,
-                "resume": resume,
-                "evaluation": evaluation,
-            }
-        )
+    def _evaluation(self, name: str, store: Store, began_at: str) -> dict[str, Any]:
+        """Return the last evaluation of a run, in which the worst images have their keys, if these can be read.
+
+        Raises StorageError if the evaluation cannot be read.
+        """
+        evaluation = read_json(store, EVALUATION)
+
+        # The evaluation names images by their index in the manifest, whose keys are read once for each run. A run that
+        # was deleted and trained anew has begun at another time. An evaluation of a stranger's may be anything.
+        with suppress(StorageError, FileNotFoundError, KeyError, IndexError, TypeError, ValueError):
+            if (name, began_at) not in self._keys:
+                self._keys[name, began_at] = Manifest.from_parquet(store.get(VALIDATION_MANIFEST)).keys
+            for example in evaluation["worst"]:
+                example["key"] = self._keys[name, began_at][example["sample"]].as_py()
+        return evaluation
 
     def _resume_command(self, name: str, store: Store, config: TrainConfig, status: RunStatus) -> dict[str, str] | None:
         """Return the command that resumes a run that has not finished, with its heading; None if no command does.
