@@ -270,6 +270,19 @@ def test_a_given_split_that_divides_groups_is_told_with_numbers(
         TrainConfig(group_by="patient", test_labels="a.csv", data="a", test_data="b", batch_size=1, learning_rate=1)
 
 
+def test_groups_of_held_out_images_are_those_of_their_own_label_file(
+    images: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.copytree(images, tmp_path / "test")
+    for file in (tmp_path / "test").rglob("*.png"):
+        file.rename(file.with_name(f"other-{file.name}"))
+    train = write(tmp_path / "train.csv", rows_of(images, patient=lambda number: f"p{number}"))
+    test = write(tmp_path / "test.csv", rows_of(tmp_path / "test", patient=lambda number: f"q{number}"))
+    held_out = {"test_data": str(tmp_path / "test"), "test_labels": str(test)}
+    opened(images, train, tmp_path, group_by="patient", **held_out)
+    assert "--group-by" not in caplog.text
+
+
 def test_groups_that_cannot_be_held_out_are_refused(images: Path, tmp_path: Path) -> None:
     rows = rows_of(images, patient=lambda number: "ab"[number // 45])
     assert "None of 2 groups is small enough for --validation-fraction 0.1: the smallest has 45 of 90" in refused(

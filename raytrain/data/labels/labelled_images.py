@@ -41,56 +41,78 @@ def labelled_parts(
     Raises UsageError if the part or the class of an image cannot be found out, or too few images are left, and
     StorageError if a store cannot be read.
     """
-    # First the images below --data, and all others that its label file labels: the file of --labels, or one that lies
-    # beside the images. Held-out parts that it does not label are labelled apart.
+    parts, table_of_part = _parts_as_given(config, stores, tables)
+
+    # Images that choose a checkpoint are no test of it: if test images are the only ones held out, they are for
+    # validation, unless some of the training images are asked for.
+    divides_training_images = config.fold is not None or config.validation_fraction is not None
+    if "test" in parts and "validation" not in parts and not divides_training_images:
+        parts["validation"], table_of_part["validation"] = parts.pop("test"), table_of_part.pop("test")
+
+    # Validation images that are given are used; otherwise some of the training images are held out.
+    if "validation" not in parts:
+        parts["train"], parts["validation"] = _divided(config, parts["train"], table_of_part["train"])
+    elif config.fold is not None:
+        raise UsageError(
+            "--validation-fold divides the training images, and validation images are given; move these to the "
+            "training images, or omit it."
+        )
+    else:
+        if config.validation_fraction is not None:
+            sentence = "--validation-fraction %g is not used: the validation images are given."
+            _log.warning(sentence, config.validation_fraction)
+        if config.group_by:
+            _report_divided_groups(config.group_by, [(table_of_part[part], images) for part, images in parts.items()])
+    return {part: parts[part] for part in PARTS if part in parts}
+
+
+def _parts_as_given(
+    config: TrainConfig, stores: Mapping[Part, Store], tables: Mapping[Part, LabelTable]
+) -> tuple[dict[Part, Manifest], dict[Part, LabelTable | None]]:
+    """Return the images of each part that is given, and the table that labels each; None if their folders do.
+
+    The arguments are those of :func:`labelled_parts`, and it raises the same errors.
+    """
+    # The images below --data are labelled by the file of --labels, or one that lies beside them. The file of --labels
+    # labels the other images, too. Those with a file of their own are labelled apart, as are all without --labels.
     table = tables.get("train")
     apart: list[Part] = [part for part in HELD_OUT if part in stores and (table is None or part in tables)]
     is_beside_images = table is None
     if table is None:
         table = own_label_table(stores["train"])
-    if table is None and apart:
-        parts: dict[Part, Manifest] = {"train": build_manifest(stores["train"], None, "train")}
-    elif table is None:
-        parts = build_manifests(stores["train"])
-    else:
+
+    # First the images below --data, and those that have the same label file.
+    if table is not None:
         together: dict[Part, Store] = {part: store for part, store in stores.items() if part not in apart}
         parts = _parts_of_table(table, together, config.max_bad_fraction, has_others=bool(apart))
         if is_beside_images:  # a resumed run does not read this table again, and so cannot compare its digest
             parts = {part: replace(images, labels_digest="") for part, images in parts.items()}
-
-    # Then the parts with labels of their own.
-    for part in apart:
-        table_of_part, classes = tables.get(part), parts["train"].classes
-        parts[part] = images_of_part(stores[part], table_of_part, part, config.max_bad_fraction, classes)
-
-    # Decide what is for validation.
-    fraction = config.validation_fraction
-    if config.fold is not None and "validation" in parts:
-        raise UsageError(
-            "--validation-fold divides the training images, and validation images are given; move these to the "
-            "training images, or omit it."
-        )
-
-    # If images are held out already, they are used. Images that choose a checkpoint are no test of it: if test images
-    # are the only ones held out, they are for validation, unless other images are asked for.
-    if "validation" in parts or ("test" in parts and fraction is None and config.fold is None):
-        if fraction is not None:
-            _log.warning("--validation-fraction %g is not used: the validation images are given.", fraction)
-        if "validation" not in parts:
-            parts["validation"] = parts.pop("test")
-        if config.group_by:
-            _report_divided_groups(config.group_by, [(tables.get(part, table), parts[part]) for part in parts])
+    elif apart:
+        parts: dict[Part, Manifest] = {"train": build_manifest(stores["train"], None, "train")}
     else:
-        # Hold some of the training images out: a fold of them, or a fraction.
-        fraction = HELD_OUT_FRACTION if fraction is None else fraction
-        groups = table.groups[table.rows_of(parts["train"])] if table is not None and config.group_by else None
-        if config.fold is not None:
-            parts["train"], parts["validation"] = hold_out_fold(parts["train"], config.fold, config.seed, groups)
-        else:
-            if groups is None and (table is None or table.classes is None):
-                check_can_split(parts["train"], fraction)
-            parts["train"], parts["validation"] = hold_out(parts["train"], fraction, config.seed, groups)
-    return {part: parts[part] for part in PARTS if part in parts}
+        parts = build_manifests(stores["train"])
+    table_of_part: dict[Part, LabelTable | None] = dict.fromkeys(parts, table)
+
+    # Then the parts apart, whose labels index the classes of the training images.
+    for part in apart:
+        table_of_part[part] = tables.get(part)
+        classes = parts["train"].classes
+        parts[part] = images_of_part(stores[part], table_of_part[part], part, config.max_bad_fraction, classes)
+    return parts, table_of_part
+
+
+def _divided(config: TrainConfig, images: Manifest, table: LabelTable | None) -> tuple[Manifest, Manifest]:
+    """Return the training images, and those of them that are held out for validation: a fold of them, or a fraction.
+
+    With ``--group-by``, whole groups of the label ``table`` are held out. Raises UsageError if there are too few.
+    """
+    groups = table.groups[table.rows_of(images)] if table is not None and config.group_by else None
+    if config.fold is not None:
+        return hold_out_fold(images, config.fold, config.seed, groups)
+    fraction = HELD_OUT_FRACTION if config.validation_fraction is None else config.validation_fraction
+    if groups is None and (table is None or table.classes is None):
+        check_can_split(images, fraction)
+    return hold_out(images, fraction, config.seed, groups)
 
 
 def _parts_of_table(
