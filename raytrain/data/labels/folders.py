@@ -254,49 +254,57 @@ def _parts_above_classes(paths: list[tuple[str, ...]], tops: set[str], url: str)
     ``paths`` are the folders of each image, ``tops`` the first ones of these. Raises UsageError if the parts have no
     classes or different ones, or other folders are beside them.
     """
-    # Find the folder of each part, and the classes in it. Archives unpack as seg_train/seg_train/cat: the second of two
-    # folders of the same name is skipped, and so are folders that all images share, as in train/images/cat.
+    # There must be a folder of training images, and one or two of held-out images.
     folder_of: dict[Part, str] = {part: names[0] for part, names in names_of_parts(tops).items()}
-    train, held_out = folder_of.get("train"), [folder_of[part] for part in HELD_OUT if part in folder_of]
-    if train is None or not held_out:
+    held_out = [folder_of[part] for part in HELD_OUT if part in folder_of]
+    if "train" not in folder_of or not held_out:
         return None
-    no_parts = sorted(top for top in tops if not is_part(top))
-    below = [path[2:] if len(path) > 2 and path[1] == path[0] else path[1:] for path in paths]
-    below = _below_shared_folders(below)
+    train, last = folder_of["train"], held_out[-1]
+    beside_parts = sorted(top for top in tops if not is_part(top))
+
+    # Their classes are the folders in them. Archives unpack as seg_train/seg_train/cat: the second of two folders of
+    # the same name is skipped, and so are folders that all images share, as in train/images/cat.
+    below_parts = [path[2:] if len(path) > 2 and path[1] == path[0] else path[1:] for path in paths]
+    below_parts = _below_shared_folders(below_parts)
     classes_in = {
-        folder: {rest[0] for path, rest in zip(paths, below, strict=True) if rest and path[0] == folder}
+        folder: {below[0] for path, below in zip(paths, below_parts, strict=True) if below and path[0] == folder}
         for folder in (train, *held_out)
     }
 
     # "train" and "test" may be classes, such as of vehicles. Then other classes are beside them, and most of their
     # images are directly in them.
-    num_below = sum(path[:1] == (train,) and len(path) > 1 for path in paths)
-    if no_parts and (not classes_in[train] or num_below < sum(path == (train,) for path in paths)):
+    in_train = [path for path in paths if path[:1] == (train,)]
+    num_direct = sum(path == (train,) for path in in_train)
+    if beside_parts and (not classes_in[train] or num_direct > len(in_train) - num_direct):
         return None
 
-    # All parts must hold the same classes, and no other folder may be beside them. Test images without classes, as
-    # competitions publish them, are left out if there are validation images.
-    url, last = url.rstrip("/"), held_out[-1]
+    # So they are parts. All must hold the same classes. A held-out part without them, such as test images whose labels
+    # a competition keeps for itself, is left out if another one has them.
+    url = url.rstrip("/")
     if not classes_in[train]:
         raise UsageError(
             f"{url} contains {train}/ and {last}/ without class folders; put each class into a folder of its name, "
             f"or give --data {url}/{train} --validation-data {url}/{last} and the classes with --labels."
         )
-    problem_of = {folder: _problem_of_part(paths, classes_in, train, folder, url) for folder in held_out}
-    if all(problem_of.values()):
-        raise UsageError(problem_of[last])
-    for part, folder in list(folder_of.items()):
-        if problem_of.get(folder):
-            sentence = "The images in %s/ of %s are not used: they are not in the class folders of %s/."
-            _log.warning(sentence, folder, url, train)
-            del folder_of[part]
-    if no_parts:
+    problems = {folder: _problem_of_part(paths, classes_in, train, folder, url) for folder in held_out}
+    if all(problems.values()):
+        raise UsageError(problems[last])
+    unusable = [folder for folder, problem in problems.items() if problem]
+    for folder in unusable:
+        sentence = "The images in %s/ of %s are not used: they are not in the class folders of %s/."
+        _log.warning(sentence, folder, url, train)
+
+    # And no other folder may be beside them.
+    if beside_parts:
         raise UsageError(
-            f"{url} contains {train}/ and {last}/, and other folders, such as {no_parts[0]}/, which would become one "
-            f"data set; give --data {url}/{train} --validation-data {url}/{last}."
+            f"{url} contains {train}/ and {last}/, and other folders, such as {beside_parts[0]}/, which would become "
+            f"one data set; give --data {url}/{train} --validation-data {url}/{last}."
         )
-    parts = tuple(path[0] if path else "" for path in paths)
-    return FolderLabels(tuple(path[0] if path else "" for path in below), parts, folder_of)
+    return FolderLabels(
+        classes=tuple(below[0] if below else "" for below in below_parts),
+        parts=tuple(path[0] if path else "" for path in paths),
+        folder_of={part: folder for part, folder in folder_of.items() if folder not in unusable},
+    )
 
 
 def _problem_of_part(
