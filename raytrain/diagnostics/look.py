@@ -29,7 +29,7 @@ from raytrain.diagnostics.suspicious_labels import check_can_rank, rank_labels, 
 from raytrain.errors import UsageError
 from raytrain.launch.option_checks import check_named
 from raytrain.launch.prepare import open_decided
-from raytrain.launch.suspicious_pictures import read_pictures
+from raytrain.launch.suspicious_pictures import read_training_pictures
 from raytrain.runs.documents import new_name, plain, run_store
 from raytrain.runs.metric_row import NUM_SUSPICIOUS_SHOWN, SkippedImage
 from raytrain.storage.store import Store
@@ -201,7 +201,7 @@ def _suspicious_images(
         return None
     files = write_labels(ranked, data, write_to, config) if write_to is not None else {}
     rows = tuple(row for row in ranked.table.slice(0, _MAX_SUSPICIOUS).to_pylist() if row["draws"])
-    pixels = read_pictures(data, ranked.samples[: min(NUM_SUSPICIOUS_SHOWN, len(rows))].tolist(), _MAX_SIDE)
+    pixels = read_training_pictures(data, ranked.samples[: min(NUM_SUSPICIOUS_SHOWN, len(rows))].tolist(), _MAX_SIDE)
     return SuspiciousImages(rows, tuple(pixels), files, replaces_pattern=config.label_pattern is not None)
 
 

@@ -27,7 +27,7 @@ from raytrain.inference.huggingface_folder import (
     CARD,
     CONFIG,
     WEIGHTS,
-    check_folder,
+    check_new_folder,
     lines_with_timm,
     upload_command,
     write_network,
@@ -180,7 +180,7 @@ def _export_folder(run: str, output: str, data: Location | None, storage: str, *
     stored = open_run(storage, run)
     config = read_trusted_config(stored, trust=trust)
     checkpoint = read_checkpoint(stored, require_checkpoint(stored, run))
-    store = check_folder(output, run, config, is_own_network=checkpoint.progress.is_own_network)
+    store = check_new_folder(output, run, config, is_own_network=checkpoint.progress.is_own_network)
     classifier = load(run, storage=storage, trust=trust)
 
     # The folder is written on this machine first. What is compared is the network that timm loads from there, in a copy

@@ -46,7 +46,7 @@ transform.transforms[1].fill = 0  # the network knows images on black; timm puts
 """
 
 
-def check_folder(output: str, run: str, config: ResolvedConfig, *, is_own_network: bool) -> Store:
+def check_new_folder(output: str, run: str, config: ResolvedConfig, *, is_own_network: bool) -> Store:
     """Return the store of the new folder ``output`` for the network of ``run``.
 
     Raises UsageError if the network is not one of timm's, if the run's loop has built it (``is_own_network``), or if

@@ -358,9 +358,9 @@ def _normalised_as_weights(config: TrainConfig) -> TrainConfig:
         return config
     mean, std = _MEAN, _STD
     if (name := timm_name(config.model)) is not None:
-        from raytrain.training.networks.model import preprocessing
+        from raytrain.training.networks.model import preprocessing_of_weights
 
-        mean, std = (preprocessing(name, config.channels)[key] for key in ("mean", "std"))
+        mean, std = (preprocessing_of_weights(name, config.channels)[key] for key in ("mean", "std"))
     return dataclasses.replace(config, mean=mean, std=std)
 
 

@@ -34,7 +34,7 @@ def check_options(config: TrainConfig, loop: Callable[[Run], None] | None = None
     check_named(config)
     if config.decoder == "gpu" and config.device_type == "cpu":
         choose_decoder(config, gpu_decoder_problem("cpu"))  # raises UsageError
-    check_recordable(config, config.device_type)
+    check_cuda_graphs(config, config.device_type)
     check_warmup(config)
     # These options are for the built-in loop: a user's loop may have its own network, optimizer and evaluation.
     if loop is None and config.loop is None:
@@ -86,7 +86,7 @@ def check_named_code(config: TrainConfig) -> None:
         check_weights_source(config.weights)
 
 
-def check_recordable(config: TrainConfig, device: str) -> None:
+def check_cuda_graphs(config: TrainConfig, device: str) -> None:
     """Raise UsageError if ``--compile`` asks for CUDA graphs on a CPU; ``device`` may be auto."""
     if config.compile_mode == "reduce-overhead" and device == "cpu":
         raise UsageError(

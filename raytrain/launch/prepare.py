@@ -26,7 +26,7 @@ from raytrain.config.options import options_with
 from raytrain.data.images.crop_box import fastest_resizer
 from raytrain.errors import StorageError, UsageError, flag, format_count
 from raytrain.launch.notification import check_notify
-from raytrain.launch.option_checks import check_recordable, choose_decoder, useless_lengths
+from raytrain.launch.option_checks import check_cuda_graphs, choose_decoder, useless_lengths
 from raytrain.launch.placement import Placement, fastest_precision
 from raytrain.loader.machine import gpu_decoder_problem
 from raytrain.monitor.snapshot import View
@@ -387,9 +387,9 @@ def with_preprocessing_of_weights(config: TrainConfig) -> TrainConfig:
     name = timm_name(config.model)
     if name is None or config.weights != DEFAULT:
         return config
-    from raytrain.training.networks.model import preprocessing  # imports torch and timm
+    from raytrain.training.networks.model import preprocessing_of_weights  # imports torch and timm
 
-    defaults = preprocessing(name, config.channels)
+    defaults = preprocessing_of_weights(name, config.channels)
     return dataclasses.replace(
         config, **{option: value for option, value in defaults.items() if getattr(config, option) is None}
     )
@@ -471,7 +471,7 @@ class PreparedRun(TrainRequest):
             STARTUP.info("images are decoded by the CPUs: %s", problem)
 
         # Decide on everything else. If an option is not open, what is passed on for it does not count.
-        check_recordable(self.config, device)
+        check_cuda_graphs(self.config, device)
         suits = suits_channels_last or self._suits_channels_last
         resolved = self.config.resolve(
             name=self.name,

@@ -55,7 +55,7 @@ class SuspiciousPictures:
             samples = [label.sample for label in labels]
             self._image_of = {sample: self._image_of[sample] for sample in samples if sample in self._image_of}
             if new := [sample for sample in samples if sample not in self._image_of]:
-                pictures = read_pictures(self._data, new, _MAX_SIDE)
+                pictures = read_training_pictures(self._data, new, _MAX_SIDE)
                 urls = [None if pixels is None else png_url(pixels) for pixels in pictures]
                 self._image_of.update(zip(new, urls, strict=True))
             rows = [
@@ -74,7 +74,7 @@ class SuspiciousPictures:
             self._written = labels
 
 
-def read_pictures(data: Dataset, samples: Sequence[int], max_side: int) -> list[Pixels | None]:
+def read_training_pictures(data: Dataset, samples: Sequence[int], max_side: int) -> list[Pixels | None]:
     """Return the training images with the numbers ``samples``, each uint8 (H, W, C), or None if it is unreadable.
 
     They are cropped as for an evaluation, and up to ``max_side`` pixels wide and high. Raises StorageError if storage

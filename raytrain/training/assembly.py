@@ -25,7 +25,7 @@ from raytrain.training.batches.batch import Epoch
 from raytrain.training.batches.device_batches import DeviceBatches
 from raytrain.training.checkpoint import Checkpoints
 from raytrain.training.checkpoint_state import CheckpointState
-from raytrain.training.evaluation import check_evaluation, evaluate_prepared
+from raytrain.training.evaluation import check_built_in_evaluation, evaluate_prepared
 from raytrain.training.loop_checks.left_behind import note_on_changes, states_of_variables
 from raytrain.training.loop_checks.loop_source import remember_source_lines
 from raytrain.training.loop_checks.unused_options import options_without_effect, unused_options
@@ -148,7 +148,7 @@ def train_run(spec: RunSpec, run: Run) -> Outcome:
     with training(spec, run):
         with errors_of_loop(spec, run):
             if spec.config.accumulate == "auto" and spec.loop is None:  # another loop may train another network
-                memory.check_memory(run)
+                memory.check_step_fits(run)
             train = spec.loop or loop.train
             variables_before = states_of_variables(train)
             returned = train(run)
@@ -176,7 +176,7 @@ def training(spec: RunSpec, run: Run) -> Iterator[None]:
             yield from unused_options(run, spec.loop)
         yield from run.loss.notes()
         if spec.loop is not None:
-            check_evaluation(run)
+            check_built_in_evaluation(run)
 
     run.steps.notes = notes_after_first_step
     watched = report_long_waits(run.steps, run.reporter, run.worker)

@@ -22,7 +22,7 @@ from raytrain.training.prepared_models import apply_options
 from raytrain.training.run import Run
 
 
-def check_memory(run: Run) -> None:
+def check_step_fits(run: Run) -> None:
     """Try whether a step fits into every worker's memory. Every worker calls this.
 
     Raises OutOfMemory on all workers if it needs more microbatches than the plan has, UsageError if not one image fits.

@@ -161,7 +161,7 @@ def shift_test(network: Network, images: Tensor) -> Tensor:
     return network(images) / 2 + shifted / 4
 
 
-def check_evaluation(run: Run) -> None:
+def check_built_in_evaluation(run: Run) -> None:
     """Raise UsageError if the built-in evaluation will be used, and cannot measure the network that the loop prepares.
 
     Otherwise that would only be found after an epoch. A copy of the network is tried on two images of the loop's batch,

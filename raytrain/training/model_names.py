@@ -28,7 +28,7 @@ def check_model_name(name: str) -> None:
     in_timm = timm_name(name)
     if in_timm is not None:
         if importlib.util.find_spec("timm") is None:
-            raise missing(f"--model timm:{in_timm}", "timm")
+            raise missing_package(f"--model timm:{in_timm}", "timm")
         known = _classifiers_of("timm")
         if known and in_timm.partition(".")[0] not in known:
             raise unknown_timm_model(in_timm, known)
@@ -51,7 +51,7 @@ def _classifiers_of(library: str) -> list[str]:
 def check_optimizer_name(name: str) -> None:
     """Raise UsageError if the optimizer ``name`` is one of timm's, and timm is not installed."""
     if name in ("lamb", "lion") and importlib.util.find_spec("timm") is None:
-        raise missing(f"--optimizer {name}", "timm")
+        raise missing_package(f"--optimizer {name}", "timm")
 
 
 def unknown_classifier(name: str, known: Iterable[str]) -> UsageError:
@@ -71,6 +71,6 @@ def unknown_timm_model(name: str, known: Iterable[str]) -> UsageError:
     )
 
 
-def missing(option: str, package: str) -> UsageError:
+def missing_package(option: str, package: str) -> UsageError:
     """Return the error for an ``option`` that needs a ``package`` of raytrain's extra ``timm``."""
     return UsageError(f"{option} needs {package}, which is not installed; install {extra('timm')}.")

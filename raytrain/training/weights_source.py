@@ -27,7 +27,7 @@ from raytrain.config.network import timm_name
 from raytrain.config.values import matches
 from raytrain.errors import StorageError, UsageError
 from raytrain.storage.open import expanded_path, open_store
-from raytrain.training.model_names import missing
+from raytrain.training.model_names import missing_package
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -210,7 +210,7 @@ def _parse_hub(location: str) -> re.Match[str]:
     if address is None:
         raise UsageError("--weights starts with hf://; write hf://owner/name or hf://owner/name/file.")
     if importlib.util.find_spec("huggingface_hub") is None:
-        raise missing(f"--weights {location}", "huggingface_hub")
+        raise missing_package(f"--weights {location}", "huggingface_hub")
     return address
 
 

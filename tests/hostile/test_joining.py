@@ -54,7 +54,7 @@ def test_the_address_that_was_read_is_the_one_that_is_joined(
         asked.append(address)
         raise UsageError("nobody answers")
 
-    monkeypatch.setattr(connection, "check_answers", refuse)
+    monkeypatch.setattr(connection, "check_cluster_answers", refuse)
     with pytest.raises(UsageError):
         opened.connect()
     assert asked == [address]
@@ -81,7 +81,7 @@ def test_another_token_is_told_instead_of_tried_again_and_again(note: Path, monk
     monkeypatch.setattr(connection, "ANSWER_AT_ONCE", SimpleNamespace(find=lambda: (refuse,)))
     address = note.read_text().strip()
     with pytest.raises(UsageError, match=rf"{address} asks for a token, and this machine's token is another one"):
-        connection.check_answers(address)
+        connection.check_cluster_answers(address)
     assert asked == [address, address], "the second time with this machine's token"
 
 
@@ -189,7 +189,7 @@ def test_threads_join_a_cluster_once_and_the_last_one_leaves_it(monkeypatch: pyt
     def shut_down() -> None:
         calls.append("left")
 
-    monkeypatch.setattr(connection, "check_answers", lambda address: None)
+    monkeypatch.setattr(connection, "check_cluster_answers", lambda address: None)
     monkeypatch.setattr(connection, "raylet_answers", lambda: True)
     monkeypatch.setattr(connection, "in_ray", lambda: calls == ["joined"])
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="127.0.0.1:6379"))

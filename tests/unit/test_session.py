@@ -176,7 +176,7 @@ def test_pictures_that_cannot_be_made_cost_no_run(
         coordinator.conclude(DONE)
 
     # A process without descriptors would fail at many other places, too.
-    monkeypatch.setattr(suspicious_pictures, "read_pictures", fail)
+    monkeypatch.setattr(suspicious_pictures, "read_training_pictures", fail)
     with session(images, tmp_path, train) as (opened, _):
         assert opened.watch().status == "finished"
     store = run_store(str(tmp_path), "run")

@@ -286,7 +286,7 @@ class Connection(AbstractContextManager["Connection"]):
         Raises UsageError if none answers there, or one of other versions.
         """
         assert self._address is not None
-        check_answers(self._address)
+        check_cluster_answers(self._address)
 
         # Worker processes there are forked, too, unless this process's job has a Python or a container of its own.
         job = json.loads(os.environ.get(_JOB_SETTINGS, "{}")).get("runtime_env") or {}
@@ -445,7 +445,7 @@ def _leave() -> None:
             ray.shutdown()
 
 
-def check_answers(address: str) -> None:
+def check_cluster_answers(address: str) -> None:
     """Raise UsageError if no cluster answers at ``HOST:PORT``, or if it refuses this machine's token.
 
     Ray itself would try for minutes. If the cluster asks for a token, this process sends this machine's from now on.

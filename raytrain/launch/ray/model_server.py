@@ -85,7 +85,7 @@ class Replica:
             # Refuse other host names: a site that a browser has open could point its own name at 127.0.0.1, and read
             # the answers.
             host = re.sub(r":\d*$", "", request.headers.get("host", "")).lower()
-            if self._local_host and host and host != self._local_host.lower() and not is_loopback(host):
+            if self._local_host and host and host != self._local_host.lower() and not is_loopback_host(host):
                 raise RefusedRequest(403, "this port is for this machine alone; ask 127.0.0.1 or localhost")
             if request.url.path.strip("/") not in ("", self._model.run):
                 raise RefusedRequest(404, f"{self._model.run} is served here, at /{self._model.run}")
@@ -174,7 +174,7 @@ def posted_file(content_type: str, body: bytes | bytearray) -> bytes:
     raise RefusedRequest(400, f"the form has no file in its first {_MAX_PARTS} parts; send the file first")
 
 
-def is_loopback(host: str) -> bool:
+def is_loopback_host(host: str) -> bool:
     """Return whether ``host`` is ``localhost`` or a loopback address, such as ``[::1]``."""
     with suppress(ValueError):
         return ipaddress.ip_address(host.removeprefix("[").removesuffix("]")).is_loopback
@@ -186,7 +186,7 @@ def listens_on_loopback(host: str) -> bool:
     if not host:  # all interfaces
         return False
     try:
-        return all(is_loopback(str(address[0])) for *_, address in socket.getaddrinfo(host, None))
+        return all(is_loopback_host(str(address[0])) for *_, address in socket.getaddrinfo(host, None))
     except OSError:  # no such name
         return False
 
@@ -204,7 +204,7 @@ def check_guarded(host: str) -> None:
 
     def is_open(node: ClusterNode) -> bool:
         """Return whether strangers could reach such a port on this node, without a token."""
-        return not (asks_for_token() or (can_bind_replica() and is_loopback(ray.util.get_node_ip_address())))
+        return not (asks_for_token() or (can_bind_replica() and is_loopback_host(ray.util.get_node_ip_address())))
 
     for answer in run_on_each_node(is_open, _ANSWERS_WITHIN_S):
         if answer.result is not False:

@@ -17,7 +17,7 @@ from raytrain.config import TrainConfig
 from raytrain.config.network import first_and_full_size, timm_name
 from raytrain.config.user_code import in_one_sentence, load_function
 from raytrain.errors import UsageError, did_you_mean
-from raytrain.training.model_names import missing, unknown_classifier, unknown_timm_model
+from raytrain.training.model_names import missing_package, unknown_classifier, unknown_timm_model
 from raytrain.training.weights_source import not_downloaded
 
 if TYPE_CHECKING:
@@ -261,7 +261,7 @@ def _find_pretrained(name: str) -> PretrainedCfg:
     except ModuleNotFoundError as error:
         if error.name != "timm":
             raise
-        raise missing(f"--model timm:{name}", "timm") from None
+        raise missing_package(f"--model timm:{name}", "timm") from None
     architecture, _, tag = name.partition(".")
     if not is_model(architecture):
         raise unknown_timm_model(name, list_models())
@@ -275,7 +275,7 @@ def _find_pretrained(name: str) -> PretrainedCfg:
         ) from None
 
 
-def preprocessing(name: str, channels: int) -> dict[str, Any]:
+def preprocessing_of_weights(name: str, channels: int) -> dict[str, Any]:
     """Return options of a run with which images look as they did when timm trained the weights of its network ``name``.
 
     These are ``image_size``, ``mean`` and others, by name. Grey images get the mean over the colours. Raises UsageError
