@@ -217,6 +217,16 @@ def mixed_by_hand(model: nn.Module, batch: Any) -> Tensor:
     return 0.7 * F.cross_entropy(logits, batch.labels) + 0.3 * F.cross_entropy(logits, batch.labels[order])
 
 
+PATCHES = torch.rand(50, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def covered(model: nn.Module, batch: Any, mask: Tensor) -> Tensor:
+    """As a masked autoencoder: the mean over those patches, (m, 16), that the mask covers."""
+    patches = batch.images.flatten(1).unflatten(1, (16, 12)).mean(2)
+    losses = (model(batch.images).mean(1, keepdim=True) - patches).square()
+    return (losses * mask).sum() / mask.sum()
+
+
 def losses_of(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(model(batch.images), batch.labels, reduction="none")
 
@@ -376,6 +386,7 @@ NOTES: dict[str, tuple[Loop, str]] = {
         by_features(lambda z, y: (z - z.sum(0) / len(z)).square().sum() / len(z)),
         "run.gather(",
     ),
+    "a number of patches": (by_steps(lambda m, b: covered(m, b, PATCHES[b.samples] < 0.5), mlp), "run.mean("),
     "a centre": (centred, "of a step before"),
     "a queue": (queued, "of a step before"),
     "the batch before": (prefetched_but_for_the_last, "after it has asked for the next one"),
@@ -524,7 +535,16 @@ def divided_by_name(model: nn.Module, batch: Any) -> Tensor:
     return torch.div(input=losses, other=len(batch.images))
 
 
+def by_one_hot(model: nn.Module, batch: Any) -> Tensor:
+    """Chances of the labels, and distances to prototypes, which are a table or weights."""
+    chances, labels = model(batch.images).log_softmax(1), F.one_hot(batch.labels, 4).bool()
+    distances = torch.cdist(chances, torch.eye(4, dtype=torch.float64)) + torch.cdist(chances, model[3].weight[:, :4])
+    return distances[labels].mean() - chances[labels].mean()
+
+
 SILENT: dict[str, Loop] = {
+    "half of the patches": by_steps(lambda m, b: covered(m, b, PATCHES[b.samples].argsort(1) < 8), mlp),
+    "a number of each image by a mask": by_steps(by_one_hot, mlp),
     "an index of labels": by_steps(by_labels, mlp),
     "complex numbers": by_steps(by_spectrum, mlp),
     "a divisor by its name": by_steps(divided_by_name, mlp),

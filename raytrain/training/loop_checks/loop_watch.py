@@ -16,6 +16,7 @@ A tensor that depends on the batch has a set of marks. All tensors that are comp
 - ``moved``: rows have other positions than their images in the batch, as in ``x[1:]``, ``x.flip(0)`` or ``x[order]``.
   This is harmless unless they are combined with rows that were not moved, which belong to other images.
 - ``sum``: the tensor is a sum over images that has not been divided by their number.
+- ``count``: the tensor is the sum of a mask that covers equally many numbers of each image. It may be a divisor.
 - ``selected``: a mask has selected rows, whose number differs between workers.
 - ``other mean``: the tensor is a mean over something other than images.
 - ``kept``: the tensor was computed in an earlier step. ``now``: it depends on the batch of this one. A loss with the
@@ -409,9 +410,15 @@ class _Calls(TorchFunctionMode):
         # A statistic is harmless as long as the loss is linear in it, because the mean over all workers' images is the
         # mean of the workers' means. It is harmful if it is combined with single images again, each of which meets the
         # statistic of its own worker only, if it is multiplied by another statistic, or if the function is not linear.
+        # A quotient of two sums is another thing, see below, and so is a division by a count.
         statistics = [source for source in sources if "statistic" in self._marks[source]]
+        divisor: Any = None
+        if name in _DIVISIONS:
+            divisor = args[1] if len(args) > 1 else kwargs["other"]
+        of_divisor: set[str] = self._marks.get(divisor, set()) if isinstance(divisor, Tensor) else set()
         is_spread = len(statistics) < len(sources) and is_tensor and _has_rows(result, num_images)
-        is_squared = len(statistics) > 1 and name in (*_DIVISIONS, "mul", "__mul__", "__rmul__")
+        is_product = name in (*_DIVISIONS, "mul", "__mul__", "__rmul__") and not of_divisor & {"sum", "count"}
+        is_squared = len(statistics) > 1 and is_product
         if statistics and (name not in _LINEAR or is_spread or is_squared):
             marks.add("compares")
 
@@ -438,14 +445,17 @@ class _Calls(TorchFunctionMode):
             if is_tensor and result.ndim == 0 and (name in _STATISTICS or is_loss):
                 marks.add("statistic")
 
-        # A single number that adds up the images is larger if the worker has more of them.
+        # A single number that adds up the images is larger if the worker has more of them. The sum of a mask that
+        # covers equally many numbers of each image counts the images.
         adds_up = (name in ("sum", "nansum") and _has_rows(first, num_images)) or kwargs.get("reduction") == "sum"
         if is_tensor and result.ndim == 0 and adds_up:
-            marks.add("sum")
+            marks.add("count" if _covers_alike(first) else "sum")
 
         # A mask selects more rows on some workers than on others, so a mean over the rows weights the workers wrongly.
+        # One that selects equally many numbers of each image, such as that of its class, does not.
         indices = [leaf for leaf in tree_leaves(args[1:]) if isinstance(leaf, Tensor)]
-        if name in ("__getitem__", "masked_select") and any(index.dtype == torch.bool for index in indices):
+        masks = [index for index in indices if index.dtype == torch.bool]
+        if name in ("__getitem__", "masked_select") and not all(map(_covers_alike, masks)):
             marks.add("selected")
         if name == "mean" and "selected" in marks:
             marks.add("other mean")
@@ -461,11 +471,10 @@ class _Calls(TorchFunctionMode):
         # A quotient of two sums is a mean over something else, which the divisor counts. A sum that is divided by this
         # worker's number of images, or by a tensor, counts as a mean; divided by the global batch size, it is a sum.
         if name in _DIVISIONS:
-            divisor = args[1] if len(args) > 1 else kwargs["other"]
-            if isinstance(divisor, Tensor) and "sum" in self._marks.get(divisor, ()):
+            if "sum" in of_divisor:
                 marks.add("other mean")
             if isinstance(divisor, Tensor) or (divisor % num_images == 0 and divisor != self._batch_size):
-                marks.discard("sum")
+                marks -= {"sum", "count"}
 
         if _is_of_pairs(name, args, sources, result, num_images):
             marks.add("compares")
@@ -504,10 +513,12 @@ def _is_part_of_rows(tensor: Tensor, index: Any, num_images: int) -> bool:
 
 def _is_of_pairs(name: str, args: Any, sources: list[Tensor], result: Any, num_images: int) -> bool:
     """Return whether a call combines images with images, by a product, a distance, or all pairs of rows."""
-    if name in ("cdist", "pdist") and sources[0].ndim == 2:
+    if name == "pdist":
         return True
     if len(sources) < 2:
         return False
+    if name == "cdist" and sources[0].ndim == 2:  # with a single source, distances to weights or to a table
+        return True
     if name in _PRODUCTS and any(source.ndim < 3 for source in sources):
         return True
     if name == "einsum":  # it computes each image alone if all operands and the result begin with the same letter
@@ -533,6 +544,18 @@ def _is_over_images(tensor: Tensor, name: str, args: Any, kwargs: Any, num_image
     dims = dim if isinstance(dim, (tuple, list)) else (dim,)
     # A negative number counts from the last dimension. True and False are no numbers of dimensions, but options.
     return 0 in [d if not isinstance(d, int) or d >= 0 else d + tensor.ndim for d in dims if not isinstance(d, bool)]
+
+
+def _covers_alike(mask: Tensor) -> bool:
+    """Return whether each row of ``mask``, (m, ...), has the same sum, though not all of its numbers are the same.
+
+    Such are the mask of a masked autoencoder, which covers equally many patches of each image, and ``one_hot(labels)``.
+    """
+    if mask.ndim < 2 or mask.requires_grad:
+        return False
+    rows = mask.flatten(1)
+    sums = rows.sum(1)
+    return bool(torch.allclose(sums, sums[:1].expand_as(sums)) and (rows != rows[:1, :1]).any())
 
 
 def _has_rows(tensor: Tensor, num_images: int) -> bool:
