@@ -227,6 +227,16 @@ def covered(model: nn.Module, batch: Any, mask: Tensor) -> Tensor:
     return (losses * mask).sum() / mask.sum()
 
 
+def shares(logits: Tensor) -> Tensor:
+    """Of the classes, as for balanced experts."""
+    return logits.softmax(1).mean(0)
+
+
+def multiplied_in_place(first: Tensor, second: Tensor) -> Tensor:
+    first *= second
+    return first
+
+
 def losses_of(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(model(batch.images), batch.labels, reduction="none")
 
@@ -386,6 +396,9 @@ NOTES: dict[str, tuple[Loop, str]] = {
         by_features(lambda z, y: (z - z.sum(0) / len(z)).square().sum() / len(z)),
         "run.gather(",
     ),
+    "a product in place": (by_features(lambda z, y: shares(z).mul_(shares(y)).sum()), "run.gather("),
+    "a product by *=": (by_features(lambda z, y: multiplied_in_place(shares(z), shares(y)).sum()), "run.gather("),
+    "a divisor over images": (by_features(lambda z, y: (WEIGHTS / shares(z)).sum()), "run.gather("),
     "a number of patches": (by_steps(lambda m, b: covered(m, b, PATCHES[b.samples] < 0.5), mlp), "run.mean("),
     "a centre": (centred, "of a step before"),
     "a queue": (queued, "of a step before"),

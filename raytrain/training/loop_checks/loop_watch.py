@@ -123,7 +123,8 @@ _LINEAR = {
 _LOSSES = re.compile(r".*_loss|cross_entropy|kl_div|binary_cross_entropy.*")  # torch's, a mean unless told otherwise
 _PARTS = {"chunk", "split", "tensor_split", "split_with_sizes"}  # of rows, each at another position
 _JOINS = {"cat", "concat", "concatenate", "stack", "vstack"}
-_DIVISIONS = {"div", "__truediv__", "true_divide", "divide"}
+_DIVISIONS = {"div", "__truediv__", "true_divide", "divide", "div_", "__itruediv__", "true_divide_", "divide_"}
+_MULTIPLICATIONS = {"mul", "__mul__", "__rmul__", "multiply", "mul_", "__imul__", "multiply_"}
 _COMPARED = {"lt", "le", "gt", "ge", "eq", "ne", "__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__"}
 _NOT_FOLLOWED = {"zeros_like", "ones_like", "empty_like", "new_zeros", "new_ones", "new_empty"}
 _LIKE_ANOTHER = {"to", "type_as", "expand_as", "view_as", "reshape_as"}  # the other tensor gives only type or shape
@@ -417,9 +418,9 @@ class _Calls(TorchFunctionMode):
             divisor = args[1] if len(args) > 1 else kwargs["other"]
         of_divisor: set[str] = self._marks.get(divisor, set()) if isinstance(divisor, Tensor) else set()
         is_spread = len(statistics) < len(sources) and is_tensor and _has_rows(result, num_images)
-        is_product = name in (*_DIVISIONS, "mul", "__mul__", "__rmul__") and not of_divisor & {"sum", "count"}
-        is_squared = len(statistics) > 1 and is_product
-        if statistics and (name not in _LINEAR or is_spread or is_squared):
+        is_squared = len(statistics) > 1 and name in _MULTIPLICATIONS
+        is_divisor = "statistic" in of_divisor and not of_divisor & {"sum", "count"}
+        if statistics and (name not in _LINEAR or is_spread or is_squared or is_divisor):
             marks.add("compares")
 
         # Moved rows are combined with rows of other images, unless all operands have moved.
