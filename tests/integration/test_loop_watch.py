@@ -49,6 +49,12 @@ def masked(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(model(batch.images), batch.labels, reduction="none")[batch.labels != 1].mean()
 
 
+def of_labelled(model: nn.Module, batch: Any) -> Tensor:
+    """As in semi-supervised learning: some images have labels."""
+    logits, has_label = model(batch.images), batch.samples % 3 > 0
+    return F.cross_entropy(logits[has_label], batch.labels[has_label]) + logits.square().mean()
+
+
 def divided_by_weights(model: nn.Module, batch: Any) -> Tensor:
     losses = WEIGHTS[batch.labels] * F.cross_entropy(model(batch.images), batch.labels, reduction="none")
     return losses.sum() / WEIGHTS[batch.labels].sum()
@@ -377,6 +383,7 @@ NOTES: dict[str, tuple[Loop, str]] = {
     "weights by hand": (by_steps(divided_by_weights, mlp), "run.mean("),
     "ignore_index": (by_steps(left_out, mlp), "run.mean("),
     "a mask": (by_steps(masked, mlp), "run.mean("),
+    "a loss of some images": (by_steps(of_labelled, mlp), "run.mean("),
     "products": (by_features(lambda z, y: off_diagonal(z.T @ y / len(z))), "run.gather("),
     "an einsum": (by_features(lambda z, y: off_diagonal(torch.einsum("bi,bj->ij", z, y) / len(z))), "run.gather("),
     "pairs": (

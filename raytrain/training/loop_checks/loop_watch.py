@@ -452,13 +452,15 @@ class _Calls(TorchFunctionMode):
         if is_tensor and result.ndim == 0 and adds_up:
             marks.add("count" if _covers_alike(first) else "sum")
 
-        # A mask selects more rows on some workers than on others, so a mean over the rows weights the workers wrongly.
-        # One that selects equally many numbers of each image, such as that of its class, does not.
+        # A mask selects more rows on some workers than on others, so a mean over the rows, such as a loss of torch,
+        # weights the workers wrongly. One that selects equally many numbers of each image, as one_hot(labels), does
+        # not.
         indices = [leaf for leaf in tree_leaves(args[1:]) if isinstance(leaf, Tensor)]
         masks = [index for index in indices if index.dtype == torch.bool]
         if name in ("__getitem__", "masked_select") and not all(map(_covers_alike, masks)):
             marks.add("selected")
-        if name == "mean" and "selected" in marks:
+        is_mean_loss = _LOSSES.fullmatch(name) is not None and kwargs.get("reduction", "mean") in ("mean", "batchmean")
+        if (name == "mean" or is_mean_loss) and "selected" in marks:
             marks.add("other mean")
 
         # The same holds for a cross entropy with class weights, which divides by their sum, or with labels left out.
