@@ -413,7 +413,9 @@ class Run:
             dtype = numerator.dtype if numerator.is_floating_point() else torch.float64
             total, num_images = totals.to(dtype).clamp(min=torch.finfo(dtype).tiny)
             # Gradients and logged values of this worker are multiplied by m_j / M: M / m_j makes up for that.
-            return numerator / total * (num_images / max(num_used, 1))
+            mean = numerator / total * (num_images / max(num_used, 1))
+        self.steps.watch.follow_mean(numerator, mean)
+        return mean
 
     def accuracy(self, logits: Tensor, batch: Batch) -> Tensor:
         """Return the fraction of right answers in a batch, or a microbatch, (); ``logits`` are (m, C).

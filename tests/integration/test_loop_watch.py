@@ -359,6 +359,7 @@ def prefetched_but_for_the_last(run: Any) -> None:
 
 REMEMBERED, QUEUE = Remembered(), Queue()
 NOTES: dict[str, tuple[Loop, str]] = {
+    "the square of run.mean": (lambda run: of_mean(torch.square)(run), "run.gather("),
     "several losses, of which one is a sum": (several_at_once, "is a sum"),
     "a bound of the loss": (by_steps(lambda m, b: (entropy(m, b) - 0.5).abs() + 0.5, mlp), "run.gather("),
     "a product of losses": (by_steps(lambda m, b: entropy(m, b) * m(b.images).square().mean(), mlp), "run.gather("),
@@ -562,7 +563,23 @@ def by_one_hot(model: nn.Module, batch: Any) -> Tensor:
     return distances[labels].mean() - chances[labels].mean()
 
 
+def of_mean(term: Callable[[Tensor], Tensor]) -> Loop:
+    """A loop with a ``term`` of a mean of run.mean, over the images of a class."""
+
+    def loop(run: Any) -> None:
+        model = run.prepare(mlp())
+
+        def loss_of(model: nn.Module, batch: Any) -> Tensor:
+            losses, of_class = losses_of(model, batch), batch.labels < 2
+            return losses.mean() + term(run.mean((losses * of_class).sum(), of_class.sum()))
+
+        steps(run, model, run.prepare(SGD(model.parameters(), lr=0.1)), loss_of)
+
+    return loop
+
+
 SILENT: dict[str, Loop] = {
+    "run.mean beside another loss": of_mean(lambda mean: 0.5 * mean + 1),
     "half of the patches": by_steps(lambda m, b: covered(m, b, PATCHES[b.samples].argsort(1) < 8), mlp),
     "a number of each image by a mask": by_steps(by_one_hot, mlp),
     "an index of labels": by_steps(by_labels, mlp),

@@ -99,6 +99,10 @@ class LoopNumbers:
             if isinstance(leaf, Tensor) and id(leaf) not in self._weights:
                 self._places[leaf] = places
 
+    def follow_computed(self, source: Tensor, result: Tensor) -> None:
+        """Record that ``result``, which the run has computed, depends on the numbers that ``source`` depends on."""
+        self._places[result] = self._places.get(source, frozenset())
+
     def note_losses(self, losses: Iterable[Tensor]) -> None:
         """Note that the backward of ``losses`` is called, so that the numbers in them matter."""
         self._in_losses.update(place for loss in losses for place in self._places.get(loss, ()))

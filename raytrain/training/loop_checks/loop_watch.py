@@ -207,6 +207,13 @@ class LoopWatch:
         finally:
             self._calls.is_paused = before
 
+    def follow_mean(self, numerator: Tensor, mean: Tensor) -> None:
+        """Take ``mean``, which ``run.mean`` has computed of a ``numerator``, for a mean over this worker's images.
+
+        Each worker has another one: a loss may be linear in it, and not its square.
+        """
+        self._calls.follow_mean(numerator, mean)
+
     def compare(self) -> None:
         """Report what any worker has found in the steps that were watched since the last call.
 
@@ -294,6 +301,12 @@ class _Calls(TorchFunctionMode):
         self._num_images, self._weights, self._has_compared = batch.num_used, weights, False
         self.numbers.begin(batch.num_used, weights)
         self.seeds.clear()
+
+    def follow_mean(self, numerator: Tensor, mean: Tensor) -> None:
+        """Follow a ``mean`` that the run has computed of a ``numerator``, while this is paused."""
+        inherited = self._marks.get(numerator, set()) - {"sum", "count", "selected"}
+        self._marks[mean] = {*inherited, "now", "statistic"}
+        self.numbers.follow_computed(numerator, mean)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Return what a call of torch's function ``func`` does, and follow it; torch calls this for each call."""
