@@ -86,6 +86,26 @@ def test_lists_that_are_no_tables_are_refused(content: str, told: str, tmp_path:
         read(tmp_path, "classes.txt", content)
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        'path,label\na.jpg,"cat\nb.jpg,dog\nc.jpg,cat\n',  # all to the end would be one label
+        'path,notes,label\na.jpg," wide",cat\nb.jpg," wide,dog\nc.jpg,"5"" wide",cat\n',
+        'path,notes,label\na.jpg," wide,cat\nb.jpg,x,dog\nc.jpg," wide,cat\nd.jpg,x,dog\n',  # b.jpg would be lost
+        'z.jpg,dog\na.jpg,"cat\nb.jpg,dog\n',
+    ],
+)
+def test_a_quotation_mark_that_is_not_closed_swallows_no_rows(content: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"'[ab].jpg,\" ?\w+.*' has a quotation mark that begins a value, and none"):
+        read(tmp_path, "labels.csv", content)
+
+
+def test_texts_in_quotes_may_have_several_lines_and_quotation_marks(tmp_path: Path) -> None:
+    notes = ['"two\nlines, and ""quotes"" "', '5" wide', '""', '"a\r\nb" ']
+    rows = "".join(f"{name}.jpg,{text},{name}\n" for name, text in zip("abcd", notes, strict=True))
+    assert read(tmp_path, "labels.csv", "path,notes,label\n" + rows) == {f"{name}.jpg": name for name in "abcd"}
+
+
 RECORDS = [{"path": key, "label": label} for key, label in LABELS.items()]
 COLUMNS = {name: [record[name] for record in RECORDS] for name in ("path", "label")}
 

@@ -125,11 +125,15 @@ def _read_lines(text: str, suffix: str, key_names: Set[str]) -> pa.Table:
     lines_with_delimiter = lines if suffix == ".txt" else lines[:1]  # others may have ends of lines in quoted texts
     if lines and not all(delimiter in line for line in lines_with_delimiter):
         return _read_spaced(lines, key_names)
-    return _read_csv(text, delimiter, suffix, key_names)
+    return _read_csv(text, delimiter, suffix, key_names, len(lines))
 
 
-def _read_csv(text: str, delimiter: str, suffix: str, key_names: Set[str]) -> pa.Table:
-    """Read columns that are separated by ``delimiter``, all as text: 007 is not 7."""
+def _read_csv(text: str, delimiter: str, suffix: str, key_names: Set[str], num_lines: int) -> pa.Table:
+    """Read columns that are separated by ``delimiter``, all as text: 007 is not 7.
+
+    ``num_lines`` counts the lines of the text that are not empty. Raises ValueError, such as pa.ArrowInvalid, if the
+    rows have different numbers of columns, or a quotation mark is not closed.
+    """
     content = text.encode()
     read = pyarrow.csv.ReadOptions(block_size=_BLOCK_BYTES)
     parse = pyarrow.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
@@ -137,11 +141,27 @@ def _read_csv(text: str, delimiter: str, suffix: str, key_names: Set[str]) -> pa
     # Read the names first: only with them can Arrow be told that each column is text. If the first line is a row, give
     # the columns names.
     names = pyarrow.csv.open_csv(io.BytesIO(content), read, parse).schema.names
-    if not _is_header(names, key_names) and (suffix == ".txt" or any(map(_is_image, names))):
+    has_header = _is_header(names, key_names) or not (suffix == ".txt" or any(map(_is_image, names)))
+    if not has_header:
         read.column_names = names = _invented_names(names)
     as_text = pyarrow.csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=False)
     table = pyarrow.csv.read_csv(io.BytesIO(content), read, parse, as_text)
+
+    # A row has several lines if a text in quotes does. So has one whose quotes are not closed: Arrow puts all rows up
+    # to the next quotation mark into one text, which would be the name of a class.
+    if len(table) + has_header < num_lines:
+        _check_quotes(text, delimiter)
     return table.rename_columns([name.strip() for name in table.column_names])
+
+
+def _check_quotes(text: str, delimiter: str) -> None:
+    """Raise ValueError, with the line, if a quotation mark begins a value and none ends it."""
+    # A mark begins a value only directly after a delimiter or at the start of a line. Two marks within stand for one.
+    begins, ends = rf"(?:\A|(?<=[{delimiter}\r\n]))", rf"[ \t]*(?=[{delimiter}\r\n]|\Z)"
+    for value in re.finditer(rf'{begins}"(?P<closed>[^"]*(?:""[^"]*)*"{ends})?', text):
+        if value["closed"] is None:
+            line = re.split(r"[\r\n]", text[: value.start()])[-1] + re.split(r"[\r\n]", text[value.start() :])[0]
+            raise ValueError(f"the line {line[:80]!r} has a quotation mark that begins a value, and none ends it")
 
 
 def _read_spaced(lines: Sequence[str], key_names: Set[str]) -> pa.Table:
