@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, cast
@@ -176,8 +176,18 @@ def _json_entries(place: str, text: str) -> Iterator[_Entry]:
     if not isinstance(pairs, _Pairs):
         raise UsageError(f'--config {place} is no JSON object; give options by their names, as in {{"epochs": 10}}.')
     for name, value in pairs:
-        plain = dict(value) if isinstance(value, _Pairs) else value
+        plain = _without_repetition(f"{place}: {name}", value) if isinstance(value, _Pairs) else value
         yield _Entry(place, name, plain, _json_words(plain))
+
+
+def _without_repetition(where: str, pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Return ``pairs`` as a dictionary; raise UsageError, which begins with ``where``, if a name occurs twice."""
+    values: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in values:
+            raise UsageError(f"{where}: {name!r} is given twice; remove one of them.")
+        values[name] = value
+    return values
 
 
 def _json_words(value: Any) -> Any:
@@ -219,12 +229,13 @@ def _yaml_entries(place: str, text: str) -> Iterator[_Entry]:
 def _node_value(where: str, node: Any) -> Any:
     """Return a node of YAML as a plain value: None, a bool, a number or a str, or a flat list or dict of these.
 
-    Raises UsageError, which begins with ``where``, the file and the line, for a list or dict that contains another one.
+    Raises UsageError, which begins with ``where``, the file and the line, for a list or dict that contains another one,
+    and for a mapping with a name that occurs twice.
     """
     if node.id == "sequence" and all(item.id == "scalar" for item in node.value):
         return [_node_value(where, item) for item in node.value]
     if node.id == "mapping" and all(part.id == "scalar" for pair in node.value for part in pair):
-        return {key.value: _node_value(where, value) for key, value in node.value}
+        return _without_repetition(where, ((key.value, _node_value(where, value)) for key, value in node.value))
     if node.id != "scalar":
         raise UsageError(f"{where}: the value is nested; options are not divided into sections here.")
     # What is in quotes is a str, and a plain word is what YAML 1.2 makes of it. A whole number with too many digits
