@@ -173,7 +173,7 @@ def matches(value: object, hint: Any) -> bool:
 
 
 def check_limits(config: object) -> None:
-    """Raise UsageError if a number in ``config`` is infinite, or outside the limits in the annotations of its class."""
+    """Raise UsageError if a number in ``config`` is not finite, too large, or outside the limits in its annotation."""
     for name in _bounds(type(config)):
         check_limit(type(config), name, getattr(config, name))
 
@@ -181,29 +181,28 @@ def check_limits(config: object) -> None:
 def check_limit(options: type, name: str, value: object) -> None:
     """Raise UsageError if a number in the ``value`` of an option is infinite, or outside the limits in its annotation.
 
-    Example: ``check_limit(TrainConfig, "epochs", 0)`` raises it.
+    A whole number must also fit into 64 bits. Example: ``check_limit(TrainConfig, "epochs", 0)`` raises it.
     """
     bounds = _bounds(options)[name]
     parts = cast(tuple[object, ...], value) if isinstance(value, tuple) else (value,)
     numbers = [part for part in parts if isinstance(part, (int, float))]
+    # Such a number is not shown, as it may have thousands of digits.
+    if not all(fits_64_bits(number) for number in numbers if isinstance(number, int)):
+        raise UsageError(f"{flag(name)} is a whole number that does not fit into 64 bits; give a smaller one.")
     if not all(holds(number, limit) for number in numbers for holds, _, limit in bounds):
         allowed = " and ".join(f"{words} {limit}" for _, words, limit in bounds)
         subject = "each number" if isinstance(value, tuple) else "it"
         raise UsageError(f"{flag(name)} is {value}; {subject} must be {allowed}.")
-    if not all(map(is_finite, numbers)):
-        shown = ", ".join(map(str, numbers))[:_MAX_SHOWN]
-        raise UsageError(f"{flag(name)} is {shown}; give a finite number.")
+    if not all(map(math.isfinite, numbers)):
+        raise UsageError(f"{flag(name)} is {', '.join(map(str, numbers))}; give a finite number.")
 
 
-def is_finite(number: float) -> bool:
-    """Return True if ``number`` is neither NaN nor infinite, and no whole number above the largest float.
+def fits_64_bits(number: int) -> bool:
+    """Return True if a whole number fits into 64 bits with a sign, as those of NumPy, Arrow and torch do.
 
-    Example: ``not is_finite(float("1e400"))``
+    Example: ``not fits_64_bits(2**63)``
     """
-    try:
-        return math.isfinite(number)
-    except OverflowError:
-        return False
+    return -(2**63) <= number < 2**63
 
 
 def seconds(text: str) -> float | None:

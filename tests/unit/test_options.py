@@ -250,6 +250,13 @@ def test_a_number_that_is_not_finite_is_refused(option: str, number: float) -> N
         config(**{option: given})
 
 
+@pytest.mark.parametrize("option", ["epochs", "batch_size", "max_steps", "prefetch", "seed"])
+@pytest.mark.parametrize("number", [pytest.param(2**63, id="2^63"), pytest.param(10**5000, id="huge")])
+def test_a_whole_number_of_more_than_64_bits_is_refused(option: str, number: int) -> None:
+    with pytest.raises(UsageError, match=f"^{flag(option)} is a whole number that does not fit into 64 bits; .*\\.$"):
+        config(**{option: number})
+
+
 @pytest.mark.parametrize(
     "given",
     [
