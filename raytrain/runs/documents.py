@@ -22,7 +22,7 @@ from typing import Any, TypeVar, cast, get_type_hints
 
 from raytrain.config import ResolvedConfig, TrainConfig
 from raytrain.config.user_code import names_own_function, stored_function_error
-from raytrain.config.values import matches
+from raytrain.config.values import fits_64_bits, matches
 from raytrain.errors import UsageError, did_you_mean, shell_command
 from raytrain.storage.store import Store
 
@@ -60,6 +60,7 @@ T = TypeVar("T")
 Report = Callable[[str], None]  # gets a sentence about each document, or part of one, that cannot be used
 
 _MAX_NAMES_IN_LINE = 10
+_MAX_LEVELS = 100  # of lists and dictionaries in a document; those that raytrain writes have fewer than ten
 _NAME = re.compile("[A-Za-z0-9][A-Za-z0-9._-]{0,99}")  # of a run
 _SINGLE_FILES = (
     *(CONFIG, CLAIM, CLASSES, MANIFEST, VALIDATION_MANIFEST, TEST_MANIFEST, IMAGES, EVALUATION, STATUS, MACHINES),
@@ -264,7 +265,7 @@ def write_json(store: Store, path: str, document: dict[str, Any]) -> None:
 def read_json(store: Store, path: str, report: Report = ignore) -> dict[str, Any]:
     """Return a document of the run; empty if there is none, or if it is damaged: then ``report`` gets a sentence.
 
-    A number that is not finite is None. Raises StorageError if storage is out of reach.
+    A number that is unusable is None: see :func:`plain`. Raises StorageError if storage is out of reach.
     """
     try:
         return plain(parse_object(store.get(path)))
@@ -291,20 +292,34 @@ def parse_object(data: bytes) -> dict[str, Any]:
         raise ValueError("it is nested too deeply") from None
     if not isinstance(document, dict):
         raise ValueError("it is no JSON object")
+    # The parser allows about a thousand levels, at which functions that call themselves, such as plain, fail.
+    if _is_nested(cast(object, document), _MAX_LEVELS):
+        raise ValueError("it is nested too deeply")
     return cast(dict[str, Any], document)
 
 
-def plain(value: Any) -> Any:
-    """Return ``value`` as lists, dictionaries and values of JSON, with None for every number that is not finite.
+def _is_nested(value: object, levels: int) -> bool:
+    """Return True if lists and dictionaries in ``value`` are nested in more than ``levels`` levels."""
+    if not isinstance(value, (dict, list)):
+        return False
+    items = cast("dict[str, object]", value).values() if isinstance(value, dict) else cast("list[object]", value)
+    return levels == 0 or any(_is_nested(item, levels - 1) for item in items)
 
-    Records (dataclasses and named tuples) become dictionaries, and arrays lists.
+
+def plain(value: Any) -> Any:
+    """Return ``value`` as lists, dictionaries and values of JSON, with None for each number that is unusable.
+
+    That is a number that is not finite, or a whole number that does not fit into 64 bits. Records (dataclasses and
+    named tuples) become dictionaries, and arrays lists.
 
     Example:
         >>> plain({"loss": float("nan"), "shape": (28, 28)})
         {'loss': None, 'shape': [28, 28]}
     """
-    if value is None or isinstance(value, (str, int)):
+    if value is None or isinstance(value, (str, bool)):
         return value
+    if isinstance(value, int):
+        return value if fits_64_bits(value) else None  # Python has no limit, but its floats and Arrow have
     if isinstance(value, float):
         return value if math.isfinite(value) else None  # JSON has no infinity, and browsers refuse Python's
     if isinstance(value, dict):

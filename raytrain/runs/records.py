@@ -169,12 +169,13 @@ def _run_info(name: str, config: bytes | Exception, status: bytes | Exception, s
     options = _parse_document(
         CONFIG, config, lambda data: parse_config(TrainConfig, data, problems.append), problems.append
     )
-    result = _parse_document(SUMMARY, summary, parse_object, problems.append) or {}
-    numbers = {key: plain(result.get(key)) for key in ("validation_accuracy", "best_value", "seconds")}
+    result: dict[str, Any] = plain(_parse_document(SUMMARY, summary, parse_object, problems.append) or {})
+    progress: dict[str, Any] = plain(_parse_document(STATUS, status, parse_object, problems.append) or {})
+    numbers = {key: result.get(key) for key in ("validation_accuracy", "best_value", "seconds")}
     return RunInfo(
         name=name,
         config=options,
-        status=parse_status(_parse_document(STATUS, status, parse_object, problems.append) or {}, problems.append),
+        status=parse_status(progress, problems.append),
         problems=tuple(problems),
         **{key: value for key, value in numbers.items() if isinstance(value, float)},
     )

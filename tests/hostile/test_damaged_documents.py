@@ -15,6 +15,7 @@ from raytrain.cli.main import main
 from raytrain.cli.parser import parse
 from raytrain.errors import OwnerChanged, StorageError, UsageError
 from raytrain.monitor.monitor import RunMonitor
+from raytrain.monitor.run_reader import RunReader
 from raytrain.monitor.stop_request import read_stop_request
 from raytrain.runs.checkpoint_files import best_checkpoint, checkpoint_path
 from raytrain.runs.documents import CLAIM, CLASSES, CONFIG, METRICS, SKIPPED, STATUS, STOP_REQUEST, SUMMARY, read_config
@@ -35,6 +36,7 @@ GARBAGE: dict[str, bytes] = {
     "null": b"null",
     "not UTF-8": b'{"a": "\xff\xfe"}',
     "deep": b"[" * 100_000,
+    "nested": b'{"a": ' + b"[" * 700 + b"]" * 700 + b"}",  # that Python's parser still reads
     "foreign": b'{"x": "fine", "step": "three", "epochs": [], "model": 5, "status": {}, "validation_accuracy": {}}',
 }
 garbage = pytest.mark.parametrize("data", GARBAGE.values(), ids=GARBAGE.keys())
@@ -103,7 +105,8 @@ def test_a_torn_tail_costs_its_lines_alone(data: bytes, store: Store) -> None:
         ('{"kind": "step", "step": 1e999, "epoch": 1}', [1, 2, 3]),
         ('{"kind": "step", "step": 4, "epoch": 0}', [1, 2, 3]),
         ('{"kind": "step", "step": 4, "epoch": 1, "loss": "small"}', [1, 2, 3]),
-        (f'{{"kind": "step", "step": 4, "epoch": 1, "loss": {10**400}}}', [1, 2, 3]),
+        (f'{{"kind": "step", "step": 4, "epoch": 1, "loss": {10**400}}}', [1, 2, 3, 4]),
+        (f'{{"kind": "step", "step": {10**400}, "epoch": 1}}', [1, 2, 3]),
         ('{"kind": "step", "step": true, "epoch": 1}', [1, 2, 3]),
         ('{"kind": "dance", "step": 4, "epoch": 1}', [1, 2, 3]),
     ],
@@ -143,6 +146,7 @@ def test_a_resumed_run_continues_its_history_and_says_what_is_lost(store: Store)
         {"machine": machine_id(), "pid": -1, "status": "running"},
         {"step": None, "num_steps": "many", "epoch": 1.5},
         {"status": 7},
+        {"step": 10**400, "num_steps": 10**400, "dollars": 10**400, "gpu_kwh": 10**400},
     ],
 )
 def test_a_status_of_another_version(
@@ -156,6 +160,7 @@ def test_a_status_of_another_version(
         assert status.status in ("hibernating", "interrupted")
     for words in ("runs", "show first", "compare first other"):
         assert "first" in said(capsys, tmp_path, words)
+    assert RunReader(store, "first").snapshot().num_epochs >= 1
 
 
 @garbage
