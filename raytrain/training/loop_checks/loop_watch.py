@@ -273,6 +273,26 @@ class _Signs(NamedTuple):
     draws: bool
 
 
+class _Call(NamedTuple):
+    """A call of a function of torch's, and what it has returned. ``sources`` are the arguments that have marks."""
+
+    name: str
+    args: Any
+    kwargs: Any
+    sources: list[Tensor]
+    result: Any
+    num_images: int  # of this worker; at least 2
+
+    def argument(self, position: int, name: str, default: Any = None) -> Any:
+        """Return an argument that may be given by its position or by its name."""
+        return self.kwargs.get(name, self.args[position] if len(self.args) > position else default)
+
+    @property
+    def gives_one_number(self) -> bool:
+        """True if the result is a tensor without dimensions."""
+        return isinstance(self.result, Tensor) and self.result.ndim == 0
+
+
 class _Calls(TorchFunctionMode):
     """Follows the tensors that are computed from the batch through the calls of torch that a loop makes.
 
@@ -352,10 +372,15 @@ class _Calls(TorchFunctionMode):
         if func is torch.autograd.grad:
             self._follow_gradients(args, kwargs, result)
         elif sources and self._num_images > 1 and name not in _NOT_FOLLOWED:
+            call = _Call(name, args, kwargs, sources, result, self._num_images)
+            if func is F.batch_norm and call.argument(5, "training"):
+                raise UsageError(
+                    "A network that is not prepared has batch norm in training mode, which normalises with one "
+                    "worker's images: give it to run.prepare, or call its eval() if it is to stay as it is; or train "
+                    "on one worker."
+                )
             try:
-                marks = self._marks_of(func, name, args, kwargs, sources, result)
-            except UsageError:
-                raise
+                marks = self._marks_of(call)
             except Exception:  # all kinds of arguments are met here, and no run must fail by a search
                 _log.debug("what a call of %s depends on is not known", name, exc_info=True)
                 return result
@@ -405,96 +430,105 @@ class _Calls(TorchFunctionMode):
                 self._marks[part].add("moved")
             first_row += len(part)
 
-    def _marks_of(self, func: Any, name: str, args: Any, kwargs: Any, sources: list[Tensor], result: Any) -> set[str]:
-        """Return the marks for the ``result`` of a call; ``sources`` are those arguments that depend on the batch.
+    def _marks_of(self, call: _Call) -> set[str]:
+        """Return the marks for the result of a call: those of all its sources, and those that it adds or takes away."""
+        marks: set[str] = set().union(*(self._marks[source] for source in call.sources))
+        self._mark_statistics(call, marks)
+        self._mark_moved_rows(call, marks)
+        self._mark_sums_and_means(call, marks)
+        if _is_of_pairs(call):
+            marks.add("compares")
+        return marks
 
-        Raises UsageError if the call is a batch norm over this worker's images alone.
+    def _mark_statistics(self, call: _Call, marks: set[str]) -> None:
+        """Add ``statistic`` to the ``marks`` of a linear reduction over the images.
+
+        Add ``compares`` if the reduction is not linear, or if a statistic is used in a way that is not.
         """
-        if func is F.batch_norm and (kwargs.get("training") or (len(args) > 5 and args[5])):  # args[5] is training
-            raise UsageError(
-                "A network that is not prepared has batch norm in training mode, which normalises with one worker's "
-                "images: give it to run.prepare, or call its eval() if it is to stay as it is; or train on one worker."
-            )
-        first, num_images = sources[0], self._num_images
-        is_tensor = isinstance(result, Tensor)
-
-        # The result inherits all marks of its sources.
-        marks: set[str] = set().union(*(self._marks[source] for source in sources))
-
         # A statistic is harmless as long as the loss is linear in it, because the mean over all workers' images is the
         # mean of the workers' means. It is harmful if it is combined with single images again, each of which meets the
         # statistic of its own worker only, if it is multiplied by another statistic, or if the function is not linear.
-        # A quotient of two sums is another thing, see below, and so is a division by a count.
-        statistics = [source for source in sources if "statistic" in self._marks[source]]
-        divisor: Any = None
-        if name in _DIVISIONS:
-            divisor = args[1] if len(args) > 1 else kwargs["other"]
-        of_divisor: set[str] = self._marks.get(divisor, set()) if isinstance(divisor, Tensor) else set()
-        is_spread = len(statistics) < len(sources) and is_tensor and _has_rows(result, num_images)
-        is_squared = len(statistics) > 1 and name in _MULTIPLICATIONS
+        # A quotient of two sums is another thing, see _mark_sums_and_means, and so is a division by a count.
+        first, num_images = call.sources[0], call.num_images
+        statistics = [source for source in call.sources if "statistic" in self._marks[source]]
+        meets_images = (
+            len(statistics) < len(call.sources)
+            and isinstance(call.result, Tensor)
+            and _has_rows(call.result, num_images)
+        )
+        is_multiplied = len(statistics) > 1 and call.name in _MULTIPLICATIONS
+        of_divisor = self._marks_of_divisor(call)
         is_divisor = "statistic" in of_divisor and not of_divisor & {"sum", "count"}
-        if statistics and (name not in _LINEAR or is_spread or is_squared or is_divisor):
+        if statistics and (call.name not in _LINEAR or meets_images or is_multiplied or is_divisor):
             marks.add("compares")
-
-        # Moved rows are combined with rows of other images, unless all operands have moved.
-        have_moved = ["moved" in self._marks[source] for source in sources if source.ndim]
-        if name in _JOINS or not is_tensor or result.ndim == 0:
-            marks.discard("moved")
-        elif len(set(have_moved)) > 1:
-            marks.add("compares")
-        if args and first is args[0] and _moves_rows(name, args, kwargs, num_images):  # none if all are keywords
-            marks ^= {"moved"}  # a second move usually undoes the first
 
         # A linear reduction over the images makes a statistic of each feature; another reduction compares the images.
-        is_reduction = name in _COMPARISONS or name in _STATISTICS
-        if is_reduction and first.ndim > 1 and _is_over_images(first, name, args, kwargs, num_images):
-            marks.add("compares" if name in _COMPARISONS else "statistic")
+        if (call.name in _COMPARISONS or call.name in _STATISTICS) and first.ndim > 1 and _is_over_images(call):
+            marks.add("compares" if call.name in _COMPARISONS else "statistic")
 
         # The same holds for a reduction of a whole tensor, or of a number for each image: the mean of the losses is
         # harmless in itself, but its square or its distance from a bound is not, and neither are the largest losses.
-        if _has_rows(first, num_images) and (first.ndim == 1 or (is_tensor and result.ndim == 0)):
-            if name in _COMPARISONS:
+        if _has_rows(first, num_images) and (first.ndim == 1 or call.gives_one_number):
+            if call.name in _COMPARISONS:
                 marks.add("compares")
-            is_loss = _LOSSES.fullmatch(name) is not None
-            if is_tensor and result.ndim == 0 and (name in _STATISTICS or is_loss):
+            if call.gives_one_number and (call.name in _STATISTICS or _LOSSES.fullmatch(call.name)):
                 marks.add("statistic")
 
+    def _mark_moved_rows(self, call: _Call, marks: set[str]) -> None:
+        """Add ``moved`` to the ``marks`` if the call moves rows, and ``compares`` if it combines them with others."""
+        # Moved rows are combined with rows of other images, unless all operands have moved.
+        have_moved = ["moved" in self._marks[source] for source in call.sources if source.ndim]
+        has_dimensions = isinstance(call.result, Tensor) and call.result.ndim > 0
+        if call.name in _JOINS or not has_dimensions:
+            marks.discard("moved")
+        elif len(set(have_moved)) > 1:
+            marks.add("compares")
+
+        # A second move usually undoes the first. Without positional arguments, it is not known what is moved.
+        if call.args and call.sources[0] is call.args[0] and _moves_rows(call):
+            marks ^= {"moved"}
+
+    def _mark_sums_and_means(self, call: _Call, marks: set[str]) -> None:
+        """Add ``sum``, ``count``, ``selected`` and ``other mean`` to the ``marks``; a quotient is no sum any more."""
         # A single number that adds up the images is larger if the worker has more of them. The sum of a mask that
         # covers equally many numbers of each image counts the images.
-        adds_up = (name in ("sum", "nansum") and _has_rows(first, num_images)) or kwargs.get("reduction") == "sum"
-        if is_tensor and result.ndim == 0 and adds_up:
+        first = call.sources[0]
+        adds_up_rows = call.name in ("sum", "nansum") and _has_rows(first, call.num_images)
+        if call.gives_one_number and (adds_up_rows or call.kwargs.get("reduction") == "sum"):
             marks.add("count" if _covers_alike(first) else "sum")
 
         # A mask selects more rows on some workers than on others, so a mean over the rows, such as a loss of torch,
         # weights the workers wrongly. One that selects equally many numbers of each image, as one_hot(labels), does
         # not.
-        indices = [leaf for leaf in tree_leaves(args[1:]) if isinstance(leaf, Tensor)]
+        indices = [leaf for leaf in tree_leaves(call.args[1:]) if isinstance(leaf, Tensor)]
         masks = [index for index in indices if index.dtype == torch.bool]
-        if name in ("__getitem__", "masked_select") and not all(map(_covers_alike, masks)):
+        if call.name in ("__getitem__", "masked_select") and not all(map(_covers_alike, masks)):
             marks.add("selected")
-        is_mean_loss = _LOSSES.fullmatch(name) is not None and kwargs.get("reduction", "mean") in ("mean", "batchmean")
-        if (name == "mean" or is_mean_loss) and "selected" in marks:
+        is_mean_loss = _LOSSES.fullmatch(call.name) and call.kwargs.get("reduction", "mean") in ("mean", "batchmean")
+        if (call.name == "mean" or is_mean_loss) and "selected" in marks:
             marks.add("other mean")
 
         # The same holds for a cross entropy with class weights, which divides by their sum, or with labels left out.
-        if name in ("cross_entropy", "nll_loss") and kwargs.get("reduction", "mean") == "mean":
-            weight = kwargs.get("weight", args[2] if len(args) > 2 else None)
-            target = kwargs.get("target", args[1] if len(args) > 1 else None)
+        if call.name in ("cross_entropy", "nll_loss") and call.kwargs.get("reduction", "mean") == "mean":
+            target, weight = call.argument(1, "target"), call.argument(2, "weight")
             has_classes = isinstance(target, Tensor) and target.ndim == 1 and not target.is_floating_point()
-            if weight is not None or (has_classes and bool((target == kwargs.get("ignore_index", -100)).any())):
+            ignored = call.kwargs.get("ignore_index", -100)
+            if weight is not None or (has_classes and bool((target == ignored).any())):
                 marks.add("other mean")
 
         # A quotient of two sums is a mean over something else, which the divisor counts. A sum that is divided by this
         # worker's number of images, or by a tensor, counts as a mean; divided by the global batch size, it is a sum.
-        if name in _DIVISIONS:
-            if "sum" in of_divisor:
+        if call.name in _DIVISIONS:
+            divisor = call.argument(1, "other")
+            if "sum" in self._marks_of_divisor(call):
                 marks.add("other mean")
-            if isinstance(divisor, Tensor) or (divisor % num_images == 0 and divisor != self._batch_size):
+            if isinstance(divisor, Tensor) or (divisor % call.num_images == 0 and divisor != self._batch_size):
                 marks -= {"sum", "count"}
 
-        if _is_of_pairs(name, args, sources, result, num_images):
-            marks.add("compares")
-        return marks
+    def _marks_of_divisor(self, call: _Call) -> set[str]:
+        """Return the marks of the tensor by which the call divides; none if it divides by a number, or not at all."""
+        divisor = call.argument(1, "other") if call.name in _DIVISIONS else None
+        return self._marks.get(divisor, set()) if isinstance(divisor, Tensor) else set()
 
 
 def _rows_of(marks: set[str]) -> set[str]:
@@ -502,19 +536,20 @@ def _rows_of(marks: set[str]) -> set[str]:
     return {mark for mark in marks if mark.startswith("row ")}
 
 
-def _moves_rows(name: str, args: Any, kwargs: Any, num_images: int) -> bool:
-    """Return whether a call of ``name`` moves the rows of ``args[0]`` to other positions than those of their images."""
-    if name not in ("__getitem__", "index_select", "flip", "roll") or not _has_rows(args[0], num_images):
+def _moves_rows(call: _Call) -> bool:
+    """Return whether a call moves the rows of its first argument to other positions than those of their images."""
+    name, args = call.name, call.args
+    if name not in ("__getitem__", "index_select", "flip", "roll") or not _has_rows(args[0], call.num_images):
         return False
     # A slice moves rows unless it begins with the first image; numbers of rows may choose any order, a mask keeps it.
     if name == "__getitem__" and isinstance(args[1], slice):
-        return bool((args[1].start or 0) % num_images)
+        return bool((args[1].start or 0) % call.num_images)
     if name == "__getitem__":
         return isinstance(args[1], Tensor) and args[1].ndim == 1 and args[1].dtype == torch.int64
     if name == "index_select":
-        return kwargs.get("dim", args[1] if len(args) > 1 else None) == 0
+        return call.argument(1, "dim") == 0
     # flip(0, 1) or flip((0, 1)) has the dimensions after the tensor, roll(shifts, dims) has them after the shifts.
-    dims = kwargs.get("dims", args[1:] if name == "flip" else args[2] if len(args) > 2 else 0)
+    dims = call.kwargs.get("dims", args[1:]) if name == "flip" else call.argument(2, "dims", 0)
     return 0 in tree_leaves(dims)
 
 
@@ -527,8 +562,9 @@ def _is_part_of_rows(tensor: Tensor, index: Any, num_images: int) -> bool:
     return bool(start % num_images or stop % num_images)
 
 
-def _is_of_pairs(name: str, args: Any, sources: list[Tensor], result: Any, num_images: int) -> bool:
+def _is_of_pairs(call: _Call) -> bool:
     """Return whether a call combines images with images, by a product, a distance, or all pairs of rows."""
+    name, sources, result, num_images = call.name, call.sources, call.result, call.num_images
     if name == "pdist":
         return True
     if len(sources) < 2:
@@ -538,7 +574,7 @@ def _is_of_pairs(name: str, args: Any, sources: list[Tensor], result: Any, num_i
     if name in _PRODUCTS and any(source.ndim < 3 for source in sources):
         return True
     if name == "einsum":  # it computes each image alone if all operands and the result begin with the same letter
-        operands, _, output = str(args[0]).replace(" ", "").partition("->")
+        operands, _, output = str(call.args[0]).replace(" ", "").partition("->")
         if len({subscripts[:1] for subscripts in (*operands.split(","), output)}) > 1:
             return True
     if not isinstance(result, Tensor) or result.ndim < 2:
@@ -548,15 +584,16 @@ def _is_of_pairs(name: str, args: Any, sources: list[Tensor], result: Any, num_i
     return has_pairs and any(source.ndim > 1 and source.shape[0] == 1 for source in sources)
 
 
-def _is_over_images(tensor: Tensor, name: str, args: Any, kwargs: Any, num_images: int) -> bool:
-    """Return whether a reduction is over the first dimension of ``tensor``, and this is the images."""
-    if not _has_rows(tensor, num_images):
+def _is_over_images(call: _Call) -> bool:
+    """Return whether a reduction is over the first dimension of its first source, and this is the images."""
+    tensor = call.sources[0]
+    if not _has_rows(tensor, call.num_images):
         return False
     # Find the dimensions: given by a name, or as the first positional argument that is a number or several.
-    positional = next((argument for argument in args[1:] if isinstance(argument, (int, tuple, list))), None)
-    dim = kwargs.get("dim", kwargs.get("axis", positional))
-    if name in ("norm", "vector_norm", "normalize") and "dim" not in kwargs:  # their first number is the order
-        dim = args[2] if len(args) > 2 else None
+    positional = next((argument for argument in call.args[1:] if isinstance(argument, (int, tuple, list))), None)
+    dim = call.kwargs.get("dim", call.kwargs.get("axis", positional))
+    if call.name in ("norm", "vector_norm", "normalize"):  # their first number is the order
+        dim = call.argument(2, "dim")
     dims = dim if isinstance(dim, (tuple, list)) else (dim,)
     # A negative number counts from the last dimension. True and False are no numbers of dimensions, but options.
     return 0 in [d if not isinstance(d, int) or d >= 0 else d + tensor.ndim for d in dims if not isinstance(d, bool)]
