@@ -134,23 +134,14 @@ class AttachedInputs:
 @contextmanager
 def _attached(config: TrainConfig, request: TrainRequest, trackers: Trackers) -> Iterator[Run]:
     """Be a worker of the run in this context; see :func:`attach`."""
-    # All processes must be in one group, and have the same options, which an attached run can obey.
     group = ProcessGroup()
     rank, world_size = group.rank_and_size()
-    if world_size > 1 and not group.can_talk:
-        raise UsageError(
-            f"This is one of {world_size} processes, and would train alone: call "
-            "torch.distributed.init_process_group() first, and raytrain.attach after it."
-        )
     report_to_ray = _ray_report_function()
-    in_ray = report_to_ray is not None
-    group.everywhere(lambda: _check_options(config, in_ray=in_ray))
-    group.check_equal("other options for raytrain.attach", config.to_json())
-    device = group.everywhere(lambda: _own_device(config, in_ray=in_ray))
-    if config.threads_per_worker is not None:
-        torch.set_num_threads(config.threads_per_worker)
+    device = _meet(config, group, in_ray=report_to_ray is not None)
 
     with ExitStack() as opened:
+        # Process 0 prepares the run and has a launch, whose session sees the run to its end in a thread. All processes
+        # report to it.
         signals = opened.enter_context(request.signals)
         processes = group.everywhere(lambda: start_decoding(config.data, opened))
         inputs, launch = _prepare_on_first(config, request, trackers, group, device, opened)
@@ -159,44 +150,56 @@ def _attached(config: TrainConfig, request: TrainRequest, trackers: Trackers) ->
             launch.start_session(messages)
         reporter = launch.coordinator if launch is not None else MessageReporter(messages, rank, signals)
 
-        # Now the run trains: the block is its loop. An error by which the block is left is first reported to process 0.
-        failure: BaseException | None = None
-        outcome = run = reports = None
+        # Now the run trains: the block is its loop.
+        reports: RayReports | None = None
         try:
             spec, run = _make_run(inputs, request, group, device, reporter, processes, opened)
             if launch is not None:
                 launch.send_files = run.files.send_rest
             if report_to_ray is not None:
-                reports = _start_reports(report_to_ray, run, spec, messages, signals)
-            if launch is not None and reports is not None:
-                launch.coordinator.on_row = reports.add
+                reports = _start_reports(report_to_ray, run, spec, launch, messages, signals)
             with training(spec, run):
                 with errors_of_loop(spec, run):
                     yield run
                 outcome = run.finish()
         except BaseException as error:
+            # An error by which the block is left is first reported to process 0, which writes how the run ends.
             failure = error
             if reports is not None:
                 reports.abort()
             reporter.fail(error)
             if launch is not None:
                 launch.wait_for_session()
+        else:
+            # All workers have finished. Worker 0 has the session write the result, and sends it to all.
+            failure = None
+            run.result = group.from_first(lambda: cast(AttachedLaunch, launch).conclude(outcome))
+            if reports is not None:
+                _finish_reports(reports, run.result, outcome, inputs.store, rank)
+
         if failure is not None:  # outside of the except clause, so that the error is raised without a context
             # errors_of_loop makes a LoopFailed of the block's own error. The caller gets the own error.
             own_error = failure.__cause__ if isinstance(failure, LoopFailed) else None
             raise own_error or failure
 
-        # All workers have finished. Worker 0 has the session write the result, and sends it to all. In Ray, the last
-        # report has the result and the content of the last checkpoint, if storage still answers.
-        assert run is not None and outcome is not None
-        ended = outcome
-        run.result = group.from_first(lambda: cast(AttachedLaunch, launch).conclude(ended))
-        if reports is not None:
-            checkpoint = None
-            if rank == 0 and ended.checkpoint is not None:
-                with suppress(StorageError):
-                    checkpoint = inputs.store.get(ended.checkpoint)
-            reports.finish({"status": run.result.status, "run_dir": run.result.run_dir}, checkpoint)
+
+def _meet(config: TrainConfig, group: ProcessGroup, *, in_ray: bool) -> torch.device:
+    """Check that all processes are in one group, and have the same options; return the device of this one.
+
+    Raises UsageError on all processes if they do not, or if an attached run cannot obey the options.
+    """
+    _, world_size = group.rank_and_size()
+    if world_size > 1 and not group.can_talk:
+        raise UsageError(
+            f"This is one of {world_size} processes, and would train alone: call "
+            "torch.distributed.init_process_group() first, and raytrain.attach after it."
+        )
+    group.everywhere(lambda: _check_options(config, in_ray=in_ray))
+    group.check_equal("other options for raytrain.attach", config.to_json())
+    device = group.everywhere(lambda: _own_device(config, in_ray=in_ray))
+    if config.threads_per_worker is not None:
+        torch.set_num_threads(config.threads_per_worker)
+    return device
 
 
 def _check_options(config: TrainConfig, *, in_ray: bool) -> None:
@@ -346,20 +349,38 @@ def _ray_report_function() -> Report | None:
 
 
 def _start_reports(
-    report: Report, run: Run, spec: RunSpec, messages: GroupMessages | None, signals: StopSignals
+    report: Report,
+    run: Run,
+    spec: RunSpec,
+    launch: AttachedLaunch | None,
+    messages: GroupMessages | None,
+    signals: StopSignals,
 ) -> RayReports | None:
     """Start the thread of this worker that reports the run's evaluations to Ray, and return its :class:`RayReports`.
 
-    If Ray Tune ends the trial at a report, the run is asked to stop. Return None, and report nothing, if the code in
-    the user's ``with`` block calls Ray's ``report`` itself, or another function of Ray that all workers call together:
-    Ray counts such calls, and would take a report from this thread for one of them.
+    They come from the ``launch`` of process 0. If Ray Tune ends the trial at a report, the run is asked to stop. Return
+    None, and report nothing, if the code in the user's ``with`` block calls Ray's ``report`` itself, or another
+    function of Ray that all workers call together: Ray counts such calls, and would take a report from this thread for
+    one of them.
     """
     from raytrain.launch.ray.train_reports import RayReports, meets_in_ray
 
     if meets_in_ray(spec.loop):
         return None
     stopped = StopReason("caller", "Ray Tune has ended the trial")
-    return RayReports(report, run.worker, messages, run.plan.num_steps, lambda: signals.request_stop(stopped))
+    reports = RayReports(report, run.worker, messages, run.plan.num_steps, lambda: signals.request_stop(stopped))
+    if launch is not None:
+        launch.coordinator.on_row = reports.add
+    return reports
+
+
+def _finish_reports(reports: RayReports, result: TrainResult, outcome: Outcome, store: Store, rank: int) -> None:
+    """Make the last report to Ray: the run's result and, on worker 0, its last checkpoint, if storage still answers."""
+    checkpoint = None
+    if rank == 0 and outcome.checkpoint is not None:
+        with suppress(StorageError):
+            checkpoint = store.get(outcome.checkpoint)
+    reports.finish({"status": result.status, "run_dir": result.run_dir}, checkpoint)
 
 
 class AttachedCoordinator(Coordinator):
