@@ -366,7 +366,7 @@ class BucketStore(Store):
         try:
             self._send(folder, list_rest)
         except UnusableNames as error:
-            return self._list_any_names(f"{folder}/", unusable_names, error)
+            return self._list_any_names(folder and f"{folder}/", unusable_names, error)
         return objects
 
     def _fills_a_page(self, num_names: int) -> bool:

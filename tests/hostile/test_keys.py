@@ -143,15 +143,17 @@ def test_a_listing_that_breaks_off_later_goes_on_behind_its_last_name(folders: s
         assert sorted(f"prefix/{found.path}" for found in scripted(url).list()) == keys
 
 
-def test_folders_whose_listing_breaks_off_later_are_all_found() -> None:
-    keys = [f"prefix/{folder:03d}/{image}.jpg" for folder in range(130) for image in range(2)]
+@pytest.mark.parametrize("bad", [[], ["prefix/100//7.jpg"]])
+def test_folders_whose_listing_breaks_off_later_are_all_found(bad: list[str]) -> None:
+    good = [f"prefix/{folder:03d}/{image}.jpg" for folder in range(130) for image in range(2)]
+    keys = [*good, *bad]
 
     def answer(request: Request) -> Answer:
         later = "delimiter" in request.path and "continuation-token" in request.path
         return Answer(body=without_token(keys, request) if later else listing(keys, request))
 
     with scripted_s3(answer) as (url, _):
-        assert sorted(f"prefix/{found.path}" for found in scripted(url).list()) == keys
+        assert sorted(f"prefix/{found.path}" for found in scripted(url).list()) == good
 
 
 @pytest.mark.parametrize("source", ["s3://bucket/tars/*.tar", "s3://bucket/tars"])
