@@ -153,6 +153,18 @@ class Clamped(nn.Module):
         return logits
 
 
+def shaped_as_a_bias(run: Any) -> None:
+    """A factor for each image, of which a worker of two has as many as there are numbers in a bias."""
+    generator = torch.Generator().manual_seed(3)
+    model = run.prepare(nn.Sequential(nn.Flatten(), nn.Linear(192, 6), nn.Tanh(), nn.Linear(6, 4)))
+
+    def loss_of(model: nn.Module, batch: Any) -> Tensor:
+        factors = torch.rand(len(batch.labels), generator=generator, dtype=torch.float64)
+        return (losses_of(model, batch) * (factors + 0.5)).mean()
+
+    steps(run, model, run.prepare(SGD(model.parameters(), lr=0.1)), loss_of)
+
+
 def numpys_generator(run: Any) -> None:
     generator = np.random.default_rng(3)
     model = run.prepare(mlp())
@@ -428,6 +440,7 @@ NOTES: dict[str, tuple[Loop, str]] = {
     "a queue in place": (by_steps(lambda m, b: QUEUE(m, b), mlp), "numbers that differ between the workers"),
     "a generator of torch": (by_steps(entropy, Noisy), "a generator of its own"),
     "a generator of NumPy": (numpys_generator, "a generator of its own"),
+    "as many numbers as a bias has": (shaped_as_a_bias, "a generator of its own"),
     "random numbers": (
         by_steps(lambda m, b: F.cross_entropy(m(b.images + torch.randn(1)), b.labels), mlp),
         "random numbers from torch",
@@ -524,6 +537,27 @@ def sane_numbers(run: Any) -> None:
             run.log(loss=loss, share=torch.tensor(average) / 2)
 
 
+def noise_of_weights(run: Any) -> None:
+    """Noise of gradients and weights is the same on all workers, also if a weight has a row for each of 6 images."""
+    model = run.prepare(nn.Sequential(nn.Flatten(), nn.Linear(192, 6), nn.Tanh(), nn.Linear(6, 4)))
+    optimizer = run.prepare(SGD(model.parameters(), lr=0.1))
+    for epoch in run.epochs():
+        for batch in epoch:
+            generator = torch.Generator().manual_seed(1000 + batch.step)
+            noise = {
+                name: torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
+                for name, weight in model.named_parameters()
+            }
+            noisy = {name: weight + 0.01 * noise[name] for name, weight in model.named_parameters()}
+            penalty = torch.stack([(weight * noise[name]).sum() for name, weight in model.named_parameters()]).sum()
+            loss = F.cross_entropy(torch.func.functional_call(model, noisy, (batch.images,)), batch.labels)
+            optimizer.zero_grad()
+            (loss + 0.01 * penalty).backward()
+            for name, weight in model.named_parameters():
+                weight.grad += 0.01 * noise[name]
+            optimizer.step()
+
+
 def by_name(model: nn.Module, batch: Any) -> Tensor:
     """Functions of torch that get all of their arguments by name."""
     losses = F.cross_entropy(input=model(batch.images), target=batch.labels, reduction="none")
@@ -582,6 +616,7 @@ SILENT: dict[str, Loop] = {
     "run.mean beside another loss": of_mean(lambda mean: 0.5 * mean + 1),
     "half of the patches": by_steps(lambda m, b: covered(m, b, PATCHES[b.samples].argsort(1) < 8), mlp),
     "a number of each image by a mask": by_steps(by_one_hot, mlp),
+    "noise of weights": noise_of_weights,
     "an index of labels": by_steps(by_labels, mlp),
     "complex numbers": by_steps(by_spectrum, mlp),
     "a divisor by its name": by_steps(divided_by_name, mlp),

@@ -35,7 +35,7 @@ from __future__ import annotations
 import logging
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NamedTuple, cast
@@ -123,6 +123,10 @@ _LINEAR = {
 _LOSSES = re.compile(r".*_loss|cross_entropy|kl_div|binary_cross_entropy.*")  # torch's, a mean unless told otherwise
 _PARTS = {"chunk", "split", "tensor_split", "split_with_sizes"}  # of rows, each at another position
 _JOINS = {"cat", "concat", "concatenate", "stack", "vstack"}
+_TAKE_WEIGHTS = {  # functions of images and weights
+    *("linear", "bilinear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
+    *("batch_norm", "layer_norm", "group_norm", "instance_norm", "rms_norm", "prelu"),
+}
 _DIVISIONS = {"div", "__truediv__", "true_divide", "divide", "div_", "__itruediv__", "true_divide_", "divide_"}
 _MULTIPLICATIONS = {"mul", "__mul__", "__rmul__", "multiply", "mul_", "__imul__", "multiply_"}
 _COMPARED = {"lt", "le", "gt", "ge", "eq", "ne", "__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__"}
@@ -180,7 +184,7 @@ class LoopWatch:
         states = list(map(state_of, generators))
 
         weights = [weight for model in self._models.trained for weight in (*model.parameters(), *model.buffers())]
-        self._calls.begin(batch, set(map(id, weights)))
+        self._calls.begin(batch, weights)
         with self._calls, warnings_at_callers(__file__):
             yield
 
@@ -307,19 +311,23 @@ class _Calls(TorchFunctionMode):
         self._num_images = 0  # of this worker
         self.seeds: set[int] = set()  # of generators that have drawn as many numbers as there are images, or a multiple
         self._marks: Any = WeakIdKeyDictionary()  # of tensors that depend on the batch: a set of words
+        # Tensors that depend on random numbers of the loop's generators which have the shape of a weight: the seeds.
+        self._drawn: Any = WeakIdKeyDictionary()
         self._weights: set[int] = set()
+        self._shapes_of_weights: set[torch.Size] = set()
         self._has_compared = False  # True if Python has compared numbers of two images in this step
         self.numbers = LoopNumbers()  # that enter the losses from outside of torch's calls
 
-    def begin(self, batch: Batch, weights: set[int]) -> None:
-        """Follow a step of ``batch``; ``weights`` are the IDs of parameters and buffers, which need no marks."""
+    def begin(self, batch: Batch, weights: Sequence[Tensor]) -> None:
+        """Follow a step of ``batch``; ``weights`` are the parameters and buffers, which need no marks."""
         for marks in self._marks.values():
             marks.discard("now")
             marks.add("kept")
         for tensor in (batch.images, batch.labels, batch.targets, batch.samples):
             self._marks[tensor] = {"now"}
-        self._num_images, self._weights, self._has_compared = batch.num_used, weights, False
-        self.numbers.begin(batch.num_used, weights)
+        self._num_images, self._has_compared = batch.num_used, False
+        self._weights, self._shapes_of_weights = set(map(id, weights)), {weight.shape for weight in weights}
+        self.numbers.begin(batch.num_used, self._weights)
         self.seeds.clear()
 
     def follow_mean(self, numerator: Tensor, mean: Tensor) -> None:
@@ -355,10 +363,15 @@ class _Calls(TorchFunctionMode):
         result = func(*args, **kwargs)
         leaves = tree_leaves((args, kwargs))  # once for numbers and marks, because it takes longest
         self.numbers.follow(name, args, leaves, result, sys._getframe(1))
-        # A generator of the loop's that draws a number, or several, for each image.
+        # A generator of the loop's that draws a number, or several, for each image. A tensor with the shape of a weight
+        # may be noise for that weight, which is the same on all workers, rightly: it counts once it meets images.
         is_drawn = kwargs.get("generator") is not None and isinstance(result, Tensor)
         if is_drawn and self._num_images > 1 and _has_rows(result, self._num_images):
-            self.seeds.add(kwargs["generator"].initial_seed())
+            seed = kwargs["generator"].initial_seed()
+            if result.shape not in self._shapes_of_weights:
+                self.seeds.add(seed)
+            elif id(result) not in self._weights:
+                self._drawn[result] = {seed}
 
         # The result depends on the batch if an argument does, unless that gives only its type or shape.
         inputs = tree_leaves(args[:1]) if name in _LIKE_ANOTHER else leaves
@@ -367,6 +380,8 @@ class _Calls(TorchFunctionMode):
             for source in sources:
                 del self._marks[source]
             return result
+        if len(self._drawn):
+            self._follow_drawn(name, sources, leaves, result)
         if name == "__setitem__" and args[0] in self._marks and _is_part_of_rows(args[0], args[1], self._num_images):
             self._marks[args[0]].add("placed")
         if func is torch.autograd.grad:
@@ -392,6 +407,21 @@ class _Calls(TorchFunctionMode):
             if name in _PARTS and args[2:3] in ((), (0,)) and kwargs.get("dim", 0) == 0:
                 self._mark_moved_parts(result)
         return result
+
+    def _follow_drawn(self, name: str, sources: list[Tensor], leaves: list[Any], result: Any) -> None:
+        """Note the seeds of random numbers that meet images, or what is computed from them, in a call of ``name``.
+
+        Noise that was added to a weight meets images in layers, and a penalty on the weights meets the loss: neither
+        counts. ``sources`` are those of the ``leaves``, of all arguments, that depend on the batch.
+        """
+        drawn = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf in self._drawn]
+        seeds = set[int]().union(*(self._drawn[tensor] for tensor in drawn))
+        if sources and name not in _TAKE_WEIGHTS and any(tensor.ndim for tensor in (*drawn, *sources)):
+            self.seeds |= seeds
+        elif seeds and not sources:
+            for leaf in [result] if isinstance(result, Tensor) else tree_leaves(result):
+                if isinstance(leaf, Tensor) and id(leaf) not in self._weights:
+                    self._drawn[leaf] = seeds
 
     def _follow_gradients(self, args: Any, kwargs: Any, gradients: Any) -> None:
         """Mark ``gradients`` of weights and the like as statistics, because they are sums over this worker's images.
