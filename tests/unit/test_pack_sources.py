@@ -193,6 +193,9 @@ def test_what_cannot_be_packed_is_refused(images: Path, tmp_path: Path) -> None:
         packed(write_tar(tmp_path / "empty.tar", {"a.png": b"x"}), tmp_path / "packed")
     with pytest.raises(UsageError, match=r"No file that ends in .parquet, .tar, .tgz, .tar.gz matches"):
         packed(tmp_path / "none-*", tmp_path / "packed")
+    pq.write_to_dataset(pa.table({"image": [b"x"], "label": ["a"], "split": ["train"]}), tmp_path / "a", ["split"])
+    with pytest.raises(UsageError, match=r"no images below .*give their folder, such as \S+/a/split=train, to"):
+        packed(tmp_path / "a", tmp_path / "packed")
     for labelling in ({"labels": "labels.csv"}, {"label_separator": "|"}, {"label_column": ("a", "b")}):
         with pytest.raises(UsageError, match=r"--labels, .* are for images in folders"):
             packed(tmp_path / "empty.tar", tmp_path / "packed", **labelling)

@@ -38,6 +38,7 @@ _SYSTEM_DOTS = re.compile(
     r"picasa.*|xvpics|snapshots?|zfs|idea|vscode|venv|config|local|huggingface|kaggle)",
     re.IGNORECASE,
 )
+_ICLOUD = ".icloud"
 HIDDEN = "hidden files and thumbnails of the system"
 DOTTED = "images in folders whose names begin with a dot"
 TABLES = "tables and descriptions"
@@ -46,6 +47,9 @@ _NO_LOSS = (HIDDEN, TABLES)  # reasons that no user would miss a file for
 LINKS = "links that lead nowhere"
 EMPTY = "empty folders"
 _NO_SUFFIX = "files without a suffix"
+_SUFFIX = re.compile(r"\.(?=.*[a-z])[a-z0-9_~-]{1,12}")  # as of a format; other dots are in names, such as 1.2.840.113
+_MOST_REASONS = 8  # that are named in one line
+NOT_DOWNLOADED = "images that iCloud has not downloaded"
 POINTERS = "pointers of Git LFS (`git lfs pull` fetches the images)"
 
 _log = logging.getLogger("raytrain")
@@ -125,6 +129,10 @@ def why_left_out(path: str) -> str | None:
         dotted = [folder for folder in folders if folder.startswith(".")]
         is_of_program = any(map(_SYSTEM_DOTS.fullmatch, dotted)) or not _SYSTEM_FOLDERS.isdisjoint(folders)
         may_be_of_class = bool(dotted) and not is_of_program and not is_hidden(name)
+        # A Mac that has an image in iCloud only keeps a small file .1.jpg.icloud in its place.
+        is_placeholder = suffix == _ICLOUD and not is_of_program
+        if is_placeholder and posixpath.splitext(name.lower().removesuffix(_ICLOUD))[1] in SUFFIXES:
+            return NOT_DOWNLOADED
         return DOTTED if may_be_of_class and suffix in SUFFIXES else HIDDEN
     if suffix in SUFFIXES:
         return None
@@ -132,7 +140,7 @@ def why_left_out(path: str) -> str | None:
         return TABLES
     if suffix in _OTHER_FORMATS:
         return f"{suffix} files (not read; convert them to PNG or JPEG)"
-    return f"{suffix} files" if suffix else _NO_SUFFIX
+    return f"{suffix} files" if _SUFFIX.fullmatch(suffix) else _NO_SUFFIX
 
 
 def is_hidden(path: str) -> bool:
@@ -152,8 +160,14 @@ def _no_images(listing: Listing) -> UsageError:
         refuse_file(listing.url)
     reasons = ", ".join(counted(count, reason) for reason, count in Counter(listing.counts).most_common(4))
     instead = f"but {reasons}" if reasons else "nor other files"
-    suffixes = [posixpath.splitext(path)[1] for paths in listing.left_out.values() for path in paths[:1]]
-    advice = next((f" {suffix} files: {_CONTAINERS[suffix]}." for suffix in suffixes if suffix in _CONTAINERS), "")
+
+    # Say what to do with the first file that holds images. `pack` does not look for archives in folders below its own.
+    paths = (path for paths in listing.left_out.values() for path in paths)
+    container = next((path for path in paths if posixpath.splitext(path)[1] in _CONTAINERS), "")
+    folder, suffix = posixpath.dirname(container), posixpath.splitext(container)[1]
+    advice = f" {suffix} files: {_CONTAINERS[suffix]}." if container else ""
+    if folder:
+        advice = advice.replace("its folder", f"their folder, such as {listing.url.rstrip('/')}/{folder},")
     return UsageError(
         f"There are no images below {listing.url}, {instead}; check the path, and that file names end in "
         f"{', '.join(SUFFIXES)}.{advice}"
@@ -203,7 +217,12 @@ def lost_files(left_out: Mapping[str, int]) -> str:
     '2 links that lead nowhere'
     """
     counts = [(reason, count) for reason, count in left_out.items() if reason not in _NO_LOSS and count]
-    return "; ".join(counted(count, reason) for reason, count in sorted(counts, key=lambda pair: -pair[1]))
+    counts.sort(key=lambda pair: -pair[1])
+    named = counts if len(counts) <= _MOST_REASONS else counts[: _MOST_REASONS - 1]
+    texts = [counted(count, reason) for reason, count in named]
+    if rest := counts[len(named) :]:  # such as the random suffixes of downloads that were broken off
+        texts.append(f"{sum(count for _, count in rest):,} files of {len(rest):,} other kinds")
+    return "; ".join(texts)
 
 
 def counted(count: int, reason: str) -> str:
