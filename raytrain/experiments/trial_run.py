@@ -21,6 +21,7 @@ from raytrain.runs.documents import CONFIG
 from raytrain.runs.machine_history import MachineUse
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.outcome import StopReason
+from raytrain.runs.redact import redact
 
 _FIRST_RUNG_FRACTION = 1 / 8  # of the epochs; each further rung is at twice as many
 
@@ -150,7 +151,7 @@ class TrialRun:
             self.result = dataclasses.replace(self.result, status="interrupted")
         except Exception as error:
             reason = str(error) if isinstance(error, RaytrainError) else f"{type(error).__name__}: {error}"
-            self.result = dataclasses.replace(self.result, status="failed", reason=reason)
+            self.result = dataclasses.replace(self.result, status="failed", reason=redact(reason))
         finally:
             self.machines = ()
 

@@ -16,6 +16,7 @@ from raytrain.runs.checkpoint_files import newest_checkpoint
 from raytrain.runs.documents import CONFIG, MACHINE_HISTORY, STOP_REQUEST, SUMMARY, write_config, write_json
 from raytrain.runs.machine_history import MEASURE_EVERY_S, MachineHistory, read_machine_history, write_machines
 from raytrain.runs.outcome import Outcome, Progress, StopReason, TrainResult
+from raytrain.runs.redact import redact
 from raytrain.runs.status import HEARTBEAT_EVERY_S, RunStatus, write_status
 from raytrain.storage.store import Store
 
@@ -130,7 +131,7 @@ class DocumentWriter:
             num_retries=snapshot.num_retries,
             num_decoded_on_cpu=snapshot.num_decoded_on_cpu,
             stop_reason=None if outcome.status == "finished" else outcome.stop_reason or request,
-            error=outcome.error,
+            error=outcome.error and redact(outcome.error),  # it may be the words of an exception of the user's loop
             accumulate=outcome.accumulate,
         )
 

@@ -150,10 +150,6 @@ class StopRequested(Event):
 
     reason: StopReason
 
-    def redacted(self) -> Event:
-        detail = self.reason.detail
-        return StopRequested(dataclasses.replace(self.reason, detail=detail and redact(detail)))
-
 
 @dataclass(frozen=True)
 class NodeLeaving(Event):

@@ -16,6 +16,7 @@ from raytrain.config.user_code import names_own_function
 from raytrain.errors import TrainingFailed, option_name, shell_command
 from raytrain.recipes import RECIPES
 from raytrain.runs.documents import known_fields
+from raytrain.runs.redact import redact
 
 EndStatus = Literal["finished", "stopped", "failed"]
 StopKind = Literal[
@@ -43,7 +44,8 @@ class StopReason:
     """Why a run stops, or should stop, with a checkpoint: a kind, and the fields that :data:`StopKind` lists for it.
 
     ``metric`` is the name of a metric, ``value`` a value of it, or dollars, and ``count`` a number of evaluations or
-    epochs.
+    epochs. ``detail`` may be the words of a person or of an exception, so secrets are removed from it: it is stored,
+    shown and sent to trackers.
     """
 
     kind: StopKind
@@ -51,6 +53,10 @@ class StopReason:
     metric: str | None = None
     value: float | None = None
     count: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.detail is not None:
+            object.__setattr__(self, "detail", redact(self.detail))
 
     def __str__(self) -> str:
         return "/".join(map(str, self.to_json().values()))

@@ -12,7 +12,7 @@ from raytrain.monitor.document_writer import DocumentWriter, progress_of
 from raytrain.monitor.events import CheckpointWritten
 from raytrain.monitor.monitor import RunMonitor
 from raytrain.monitor.stop_request import read_stop_request, request_stop
-from raytrain.runs.documents import SUMMARY, read_json, run_names, run_store
+from raytrain.runs.documents import STOP_REQUEST, SUMMARY, read_json, run_names, run_store
 from raytrain.runs.machine_history import MachineUse, read_machine_history, read_machines
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.metrics_history import History
@@ -119,3 +119,23 @@ def test_a_run_that_ends_before_it_resumes_has_come_as_far_as_its_checkpoint(sto
     monitor.finish("failed")
     resumed = RunMonitor("run", num_steps=100, steps_per_epoch=40, history=History(store))
     assert progress_of(resumed.snapshot(), 20) == Progress(step=20, samples_seen=160)
+
+
+def test_a_summary_holds_no_secret(store: Store, monitor: RunMonitor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_API_KEY", "hidden-word")
+    documents = DocumentWriter(store, num_steps=100)
+    monitor.request_stop(StopReason("caller", "enough of hidden-word"))
+    outcome = Outcome(status="failed", progress=Progress(step=5), error="https://hidden-word@host refused")
+    result = documents.result(outcome, monitor.snapshot(), num_workers=2, best_metric="accuracy")
+    documents.conclude(result, monitor.snapshot())
+    assert (result.error, str(result.stop_reason)) == ("https://…@host refused", "caller/enough of …")
+    assert "hidden-word" not in str(monitor.snapshot()) and b"hidden-word" not in store.get(SUMMARY)
+
+
+def test_a_stored_request_to_stop_holds_no_secret(
+    store: Store, config: ResolvedConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SOME_API_KEY", "hidden-word")
+    DocumentWriter(store, num_steps=100).begin(config)
+    request_stop(str(tmp_path), "first", StopReason("caller", "enough of hidden-word"))
+    assert read_json(store, STOP_REQUEST)["detail"] == "enough of …"
