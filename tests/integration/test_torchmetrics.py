@@ -10,7 +10,7 @@ import pytest
 import torch
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassRecall
-from torchmetrics.wrappers import ClasswiseWrapper, MinMaxMetric
+from torchmetrics.wrappers import ClasswiseWrapper, MetricTracker, MinMaxMetric
 
 from raytrain.errors import UsageError
 from raytrain.runs.metric_row import MetricRow
@@ -150,3 +150,5 @@ def test_a_wrapper_that_keeps_numbers_outside_of_its_state_is_refused(tmp_path: 
     run = make_run(CASE.options, images(CASE.num_samples), str(tmp_path), Recorder())
     with pytest.raises(UsageError, match=r"MinMaxMetric, whose minimum and maximum are in no state"):
         run.prepare(MinMaxMetric(MulticlassAccuracy(4)))
+    with pytest.raises(UsageError, match=r"MetricTracker, whose list of metrics grows"):
+        run.prepare(MetricTracker(MulticlassAccuracy(4)))

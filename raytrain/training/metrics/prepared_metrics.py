@@ -24,20 +24,26 @@ def is_metric(thing: object) -> bool:
 
     So ``torchmetrics`` is not imported, and need not be installed.
     """
-    return all(callable(getattr(thing, name, None)) for name in ("persistent", "compute", "reset"))
+    methods = {name for name in ("persistent", "increment", "compute", "reset") if callable(getattr(thing, name, None))}
+    return {"compute", "reset"} < methods  # a MetricTracker has increment, all others have persistent
 
 
 def prepare_metric(metric: Any, is_placeholder: Callable[[], bool]) -> None:
     """Change ``metric`` in place: checkpoints then hold its state, and it learns nothing from a placeholder.
 
     ``is_placeholder`` tells, when the loop updates the metric, whether this worker has a placeholder at the moment.
-    Raises UsageError for a ``MinMaxMetric``.
+    Raises UsageError for a ``MinMaxMetric`` and a ``MetricTracker``.
     """
     for part in metric.modules():  # wrappers hold other metrics, which have the states
         if type(part).__name__ == "MinMaxMetric":
             raise UsageError(
                 "run.prepare got a MinMaxMetric, whose minimum and maximum are in no state, so that a resumed run "
                 "would lose them; prepare the metric in it: the metrics history has all of its values."
+            )
+        if type(part).__name__ == "MetricTracker":
+            raise UsageError(
+                "run.prepare got a MetricTracker, whose list of metrics grows, so that a resumed run would lose them; "
+                "prepare the metric in it: the metrics history has all of its values."
             )
         if is_metric(part):
             part.persistent(True)
