@@ -408,6 +408,91 @@ def rate_within_an_epoch(run: Run) -> None:
             scheduler.step(epoch.number + number / len(epoch))
 
 
+def _logged_every(epoch: Any, header: str) -> Any:
+    for batch in epoch:
+        yield batch
+        print(header)
+
+
+def _adjust_learning_rate(optimizer: torch.optim.Optimizer, progress: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = 0.1 * (1 - progress / 4)
+
+
+def rate_by_a_function(run: Run) -> None:
+    """As the training scripts of MAE and MoCo: a generator hands on the batches, and a function sets the rate."""
+    model, optimizer = prepared(run)
+    for epoch in run.epochs():
+        for step, batch in enumerate(_logged_every(epoch, f"epoch {epoch.number}")):
+            _adjust_learning_rate(optimizer, epoch.number + step / len(epoch))
+            learn(model, optimizer, batch)
+
+
+def warmed_up_by_hand(run: Run) -> None:
+    model, optimizer = prepared(run)
+    for epoch in run.epochs():
+        for i, batch in enumerate(epoch):
+            number = epoch.number * len(epoch) + i
+            if number < 5:
+                for group in optimizer.param_groups:
+                    group["lr"] = 0.02 * (number + 1)
+            learn(model, optimizer, batch)
+
+
+def rates_by_zip(run: Run) -> None:
+    model, optimizer = prepared(run)
+    for epoch in run.epochs():
+        for batch, rate in zip(epoch, np.linspace(0.2, 0.01, len(epoch)), strict=True):
+            optimizer.param_groups[0]["lr"] = rate
+            learn(model, optimizer, batch)
+
+
+def ramped_loss(run: Run) -> None:
+    """The batches are counted by hand."""
+    model, optimizer = prepared(run)
+    for epoch in run.epochs():
+        number = 0
+        for batch in epoch:
+            loss = cross_entropy(model, batch)
+            loss = loss + min(number / 3, 1) * model(batch.images).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            number += 1  # noqa: SIM113
+
+
+def numbered_for_people(run: Run) -> None:
+    """The number is printed, divides a mean, and is an argument that a function drops."""
+    model, optimizer = prepared(run)
+
+    def training_step(batch: Any, batch_idx: int) -> Tensor:
+        return cross_entropy(model, batch)
+
+    for epoch in run.epochs():
+        total = 0.0
+        for (i, batch), name in zip(enumerate(epoch), "abcdefgh", strict=False):
+            loss = training_step(batch, i)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            total += loss.item()
+            if i % 2 == 0:
+                print(name, i, total / (i + 1), optimizer.param_groups[0]["lr"])
+
+
+class Learner:
+    """Has the number of a batch in an attribute, as fastai's, and trains by others."""
+
+    def fit(self, run: Run) -> None:
+        self.model, self.optimizer = prepared(run)
+        for epoch in run.epochs():
+            for self.iter, self.batch in enumerate(epoch):
+                self.optimizer.zero_grad()
+                self.loss = cross_entropy(self.model, self.batch)
+                self.loss.backward()
+                self.optimizer.step()
+
+
 class Both:
     """Steps an optimizer and its schedule, and has no state of its own."""
 
@@ -443,10 +528,14 @@ def profiled(run: Run) -> None:
 
 @pytest.mark.parametrize(
     ("loop", "number"),
-    [(accumulated, "i"), (rate_within_an_epoch, "number"), (step_of_a_wrapper, "i"), (sane, None), (profiled, None)],
+    [
+        *((accumulated, "i"), (rate_within_an_epoch, "number"), (step_of_a_wrapper, "i"), (sane, None)),
+        *((rate_by_a_function, "step"), (warmed_up_by_hand, "i"), (rates_by_zip, "rate"), (ramped_loss, "number")),
+        *((profiled, None), (numbered_for_people, None), (Learner().fit, None)),
+    ],
 )
 def test_a_number_of_enumerate_by_which_an_optimizer_steps_is_named(
     loop: Callable[[Run], None], number: str | None, tmp_path: Path
 ) -> None:
     notes = [note for note in train_loop(loop, tmp_path, OPTIONS).notes if "enumerate" in note]
-    assert [note.partition(",")[0] for note in notes] == ([f"the loop decides by `{number}`"] if number else [])
+    assert [note.partition(" how")[0] for note in notes] == ([f"the loop decides by `{number}`"] if number else [])

@@ -9,6 +9,7 @@ carries from epoch to epoch (:mod:`raytrain.training.loop_checks.carried_state`)
 
 from __future__ import annotations
 
+import inspect
 import logging
 import weakref
 from collections.abc import Callable, Iterator
@@ -41,8 +42,9 @@ _CARRIED_NOTE = (
     "prepared network"
 )
 _NUMBER_NOTE = (
-    "the loop decides by `{number}`, the number of a batch in enumerate(...), when an optimizer or scheduler steps: a "
-    "resume enters in the middle of an epoch, where that begins at 0 again; take batch.step % len(epoch)"
+    "the loop decides by `{number}` how it trains, which enumerate(...), zip(...) or a counter gives with each batch; "
+    "a resume enters in the middle of an epoch, where that begins anew: take batch.step % len(epoch) for the number of "
+    "a batch in its epoch, or batch.step for that in the run"
 )
 _THIRD_BATCH = 2
 _LONGEST_SEARCHED = 100  # items of a list or a dictionary
@@ -90,14 +92,19 @@ class UnpreparedNetworks:
         self._num_batches += 1
         if not is_due:
             return
-        frame = next(users_frames(frame), None)  # not that of a progress bar, which hands on the batches
-        if frame is None:
+        frames = list(users_frames(frame))  # not that of a progress bar, which hands on the batches
+        if not frames:
             return
+        frame = frames[0]
 
-        # The text of the loop says at once whether it decides by the number of a batch.
+        # The text of the loop says at once whether it decides by the number of a batch. If a generator of the user's
+        # hands on the batches, its caller may number them.
         with _searching():
-            if self._num_batches == 1 and (number := number_that_decides(frame)):
-                self._report(_NUMBER_NOTE.format(number=number))
+            for users_frame in frames if self._num_batches == 1 else ():
+                if number := number_that_decides(users_frame):
+                    self._report(_NUMBER_NOTE.format(number=number))
+                if not users_frame.f_code.co_flags & inspect.CO_GENERATOR:
+                    break
 
         # Compare the weights that no checkpoint holds with those of the first look at their network.
         in_checkpoints = self._state.addresses()
