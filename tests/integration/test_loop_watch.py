@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import tempfile
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -204,6 +205,38 @@ def after_a_step(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(torch.func.functional_call(model, moved, (batch.images.flip(3),)), batch.labels)
 
 
+def penalised_slope(model: nn.Module, batch: Any) -> Tensor:
+    """A penalty on the gradient of the mean loss for the images, whose size depends on their number."""
+    pixels = batch.images.clone().requires_grad_()
+    loss = F.cross_entropy(model(pixels), batch.labels)
+    (slope,) = torch.autograd.grad(loss, pixels, create_graph=True)
+    return loss + 20 * slope.square().flatten(1).sum(1).mean()
+
+
+def moved_by_gradient(model: nn.Module, batch: Any) -> Tensor:
+    pixels = batch.images.clone().requires_grad_()
+    entropy(model, SimpleNamespace(images=pixels, labels=batch.labels)).backward()
+    model.zero_grad()
+    return F.cross_entropy(model(batch.images + 5 * pixels.grad), batch.labels)
+
+
+def attacked(model: nn.Module, batch: Any) -> Tensor:
+    """By signs and directions of gradients, which do not depend on the number of images."""
+    change, loss = torch.zeros_like(batch.images), torch.zeros((), dtype=torch.float64)
+    for scaled in (
+        torch.sign,
+        lambda slope: slope / slope.flatten(1).norm(dim=1)[:, None, None, None],
+        lambda slope: slope * (0.5 / (slope.flatten(1).norm(dim=1) + 1e-12)).view(-1, 1, 1, 1),
+        lambda slope: F.normalize(slope.flatten(1)).view_as(slope),
+        lambda slope: (slope.abs() >= slope.abs().flatten(1).median(1).values[:, None, None, None]).double(),
+    ):
+        change.requires_grad_()
+        (slope,) = torch.autograd.grad(F.cross_entropy(model(batch.images + change), batch.labels), change)
+        change = change.detach() + 0.1 * scaled(slope)
+        loss = loss + F.cross_entropy(model(batch.images + change), batch.labels) / 5
+    return loss
+
+
 def counted(model: nn.Module, batch: Any) -> Tensor:
     weights = 1 / torch.bincount(batch.labels, minlength=4).clamp(min=1)
     return (weights[batch.labels] * F.cross_entropy(model(batch.images), batch.labels, reduction="none")).mean()
@@ -371,7 +404,7 @@ def prefetched_but_for_the_last(run: Any) -> None:
 
 REMEMBERED, QUEUE = Remembered(), Queue()
 NOTES: dict[str, tuple[Loop, str]] = {
-    "the square of run.mean": (lambda run: of_mean(torch.square)(run), "run.gather("),
+    "the square of run.mean": (lambda run: of_mean(torch.square)(run), "compares the images"),
     "several losses, of which one is a sum": (several_at_once, "is a sum"),
     "a bound of the loss": (by_steps(lambda m, b: (entropy(m, b) - 0.5).abs() + 0.5, mlp), "run.gather("),
     "a product of losses": (by_steps(lambda m, b: entropy(m, b) * m(b.images).square().mean(), mlp), "run.gather("),
@@ -396,6 +429,8 @@ NOTES: dict[str, tuple[Loop, str]] = {
     "weights by hand": (by_steps(divided_by_weights, mlp), "run.mean("),
     "ignore_index": (by_steps(left_out, mlp), "run.mean("),
     "a mask": (by_steps(masked, mlp), "run.mean("),
+    "a gradient of the mean for images": (by_steps(penalised_slope, mlp), "the larger they are"),
+    "the .grad of images": (by_steps(moved_by_gradient, mlp), "the larger they are"),
     "a loss of some images": (by_steps(of_labelled, mlp), "run.mean("),
     "products": (by_features(lambda z, y: off_diagonal(z.T @ y / len(z))), "run.gather("),
     "an einsum": (by_features(lambda z, y: off_diagonal(torch.einsum("bi,bj->ij", z, y) / len(z))), "run.gather("),
@@ -614,6 +649,7 @@ def of_mean(term: Callable[[Tensor], Tensor]) -> Loop:
 
 SILENT: dict[str, Loop] = {
     "run.mean beside another loss": of_mean(lambda mean: 0.5 * mean + 1),
+    "adversarial images": by_steps(attacked, mlp),
     "half of the patches": by_steps(lambda m, b: covered(m, b, PATCHES[b.samples].argsort(1) < 8), mlp),
     "a number of each image by a mask": by_steps(by_one_hot, mlp),
     "noise of weights": noise_of_weights,

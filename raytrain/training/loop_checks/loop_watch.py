@@ -19,6 +19,8 @@ A tensor that depends on the batch has a set of marks. All tensors that are comp
 - ``count``: the tensor is the sum of a mask that covers equally many numbers of each image. It may be a divisor.
 - ``selected``: a mask has selected rows, whose number differs between workers.
 - ``other mean``: the tensor is a mean over something other than images.
+- ``scaled``: the tensor is a gradient of a mean over the worker's images, with a row for each of them, or grows with
+  one: with fewer images it is larger. Its signs and directions are harmless. ``inverse``: the tensor is divided by one.
 - ``kept``: the tensor was computed in an earlier step. ``now``: it depends on the batch of this one. A loss with the
   first alone is of a batch that is over.
 - ``placed``: rows were written whose places are a part of the batch, such as its first half.
@@ -26,8 +28,8 @@ A tensor that depends on the batch has a set of marks. All tensors that are comp
   it, as a loop over the vector does. This is harmless unless Python compares two of them, as ``sorted`` does.
 
 A note is made only if the loss has a mark when its backward is called, because other uses of a tensor, such as in a
-metric, change no weight. ``statistic``, ``moved``, ``selected``, ``now`` and rows have no note: they only lead to
-others.
+metric, change no weight. ``statistic``, ``count``, ``moved``, ``selected``, ``inverse``, ``now`` and rows have no note:
+they only lead to others.
 """
 
 from __future__ import annotations
@@ -76,6 +78,11 @@ _NOTES = {
         "the loss compares the images of a worker with each other (by a statistic over them, by products of their "
         "features, or by rows in another order), so it depends on the number of workers; take the rows of all workers, "
         "run.gather(rows), in docs/your-own-loop.md"
+    ),
+    "scaled": (
+        "the loss depends on the size of gradients for images, or for what is computed of them, and these are those of "
+        "a mean over one worker's images: the fewer images it has, the larger they are; take those of a sum, as in "
+        "torch.autograd.grad(losses.sum(), images), divided by run.total([batch.num_used])[0]"
     ),
     "kept": (
         "the loss depends on a tensor of a step before, which was computed from one worker's images, so it depends on "
@@ -129,6 +136,8 @@ _TAKE_WEIGHTS = {  # functions of images and weights
 }
 _DIVISIONS = {"div", "__truediv__", "true_divide", "divide", "div_", "__itruediv__", "true_divide_", "divide_"}
 _MULTIPLICATIONS = {"mul", "__mul__", "__rmul__", "multiply", "mul_", "__imul__", "multiply_"}
+_SCALE_FREE = {"sign", "sign_", "sgn", "normalize", "cosine_similarity", "layer_norm", "instance_norm", "group_norm"}
+_GRAD = cast(Any, Tensor).grad.__get__  # what reads a tensor's gradient
 _COMPARED = {"lt", "le", "gt", "ge", "eq", "ne", "__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__"}
 _NOT_FOLLOWED = {"zeros_like", "ones_like", "empty_like", "new_zeros", "new_ones", "new_empty"}
 _LIKE_ANOTHER = {"to", "type_as", "expand_as", "view_as", "reshape_as"}  # the other tensor gives only type or shape
@@ -316,6 +325,8 @@ class _Calls(TorchFunctionMode):
         self._weights: set[int] = set()
         self._shapes_of_weights: set[torch.Size] = set()
         self._has_compared = False  # True if Python has compared numbers of two images in this step
+        self._has_mean_loss = False  # True if the loss of a backward of this step was a mean over images
+        self._image_shape = torch.Size()  # (C, H, W)
         self.numbers = LoopNumbers()  # that enter the losses from outside of torch's calls
 
     def begin(self, batch: Batch, weights: Sequence[Tensor]) -> None:
@@ -326,6 +337,7 @@ class _Calls(TorchFunctionMode):
         for tensor in (batch.images, batch.labels, batch.targets, batch.samples):
             self._marks[tensor] = {"now"}
         self._num_images, self._has_compared = batch.num_used, False
+        self._has_mean_loss, self._image_shape = False, batch.images.shape[1:]
         self._weights, self._shapes_of_weights = set(map(id, weights)), {weight.shape for weight in weights}
         self.numbers.begin(batch.num_used, self._weights)
         self.seeds.clear()
@@ -348,6 +360,9 @@ class _Calls(TorchFunctionMode):
             losses = [leaf for leaf in tree_leaves((args[:1], kwargs.get("tensors"))) if isinstance(leaf, Tensor)]
             self.numbers.note_losses(losses)
             marks = set[str]().union(*(self._marks.get(loss, ()) for loss in losses))
+            self._has_mean_loss |= self._has_mean_among(losses)
+            if "scaled" in marks:  # then the loss is neither a sum nor a mean over images
+                marks.discard("sum")
             if self._has_compared and _rows_of(marks):
                 marks.add("compares")
             if "kept" in marks and "now" not in marks:
@@ -386,6 +401,9 @@ class _Calls(TorchFunctionMode):
             self._marks[args[0]].add("placed")
         if func is torch.autograd.grad:
             self._follow_gradients(args, kwargs, result)
+        elif name == "__get__" and func == _GRAD:
+            if isinstance(result, Tensor) and self._has_mean_loss and self._is_of_images(args[0]):
+                self._marks[result] = {"now", "scaled"}
         elif sources and self._num_images > 1 and name not in _NOT_FOLLOWED:
             call = _Call(name, args, kwargs, sources, result, self._num_images)
             if func is F.batch_norm and call.argument(5, "training"):
@@ -401,7 +419,7 @@ class _Calls(TorchFunctionMode):
                 return result
             for leaf in [result] if isinstance(result, Tensor) else tree_leaves(result):
                 if isinstance(leaf, Tensor) and id(leaf) not in self._weights:
-                    self._marks[leaf] = set(marks)
+                    self._marks[leaf] = marks - (set() if leaf.is_floating_point() else {"scaled", "inverse"})
             self._follow_single_numbers(name, args, sources, result)
             # Parts of rows, not of another dimension: it is the third argument, or dim.
             if name in _PARTS and args[2:3] in ((), (0,)) and kwargs.get("dim", 0) == 0:
@@ -426,16 +444,34 @@ class _Calls(TorchFunctionMode):
     def _follow_gradients(self, args: Any, kwargs: Any, gradients: Any) -> None:
         """Mark ``gradients`` of weights and the like as statistics, because they are sums over this worker's images.
 
-        Gradients of images, and of tensors computed from them, have a row for each image, and get no mark. The
-        arguments are those of ``torch.autograd.grad``.
+        Gradients of images, and of tensors computed from them, have a row for each image. They get a mark if they are
+        those of a mean over images. The arguments are those of ``torch.autograd.grad``.
         """
         outputs = [leaf for leaf in tree_leaves((args[:1], kwargs.get("outputs"))) if isinstance(leaf, Tensor)]
         inputs = [leaf for leaf in tree_leaves((args[1:2], kwargs.get("inputs"))) if isinstance(leaf, Tensor)]
         marks = set().union(*(self._marks.get(output, ()) for output in outputs)) - {"sum"}
-        if self._num_images > 1 and any(output in self._marks for output in outputs):
-            for tensor, gradient in zip(inputs, gradients, strict=True):
-                if gradient is not None and tensor not in self._marks:
-                    self._marks[gradient] = {*marks, "statistic"}
+        if self._num_images < 2 or not any(output in self._marks for output in outputs):
+            return
+        is_of_mean = self._has_mean_among(outputs)
+        for tensor, gradient in zip(inputs, gradients, strict=True):
+            if gradient is None:
+                continue
+            if not self._is_of_images(tensor):
+                self._marks[gradient] = {*marks, "statistic"}
+            elif is_of_mean:
+                self._marks[gradient] = {"now", "scaled"}
+
+    def _has_mean_among(self, losses: list[Tensor]) -> bool:
+        """Return whether one of ``losses`` is a mean over this worker's images."""
+        of_losses = (self._marks.get(loss, set()) for loss in losses if loss.ndim == 0)
+        return self._num_images > 1 and any("statistic" in marks and "sum" not in marks for marks in of_losses)
+
+    def _is_of_images(self, tensor: Tensor) -> bool:
+        """Return whether ``tensor`` is computed from the batch, or has a row for each image, as an attack on it has."""
+        if tensor in self._marks or id(tensor) in self._weights:
+            return tensor in self._marks
+        has_shape = tensor.shape[1:] == self._image_shape and _has_rows(tensor, self._num_images)
+        return has_shape or tensor.shape[:1] == (self._num_images,)
 
     def _follow_single_numbers(self, name: str, args: Any, sources: list[Tensor], result: Any) -> None:
         """Mark the numbers that Python takes out of a vector, and note whether it compares those of two images."""
@@ -466,6 +502,7 @@ class _Calls(TorchFunctionMode):
         self._mark_statistics(call, marks)
         self._mark_moved_rows(call, marks)
         self._mark_sums_and_means(call, marks)
+        self._mark_scales(call, marks)
         if _is_of_pairs(call):
             marks.add("compares")
         return marks
@@ -554,6 +591,20 @@ class _Calls(TorchFunctionMode):
                 marks.add("other mean")
             if isinstance(divisor, Tensor) or (divisor % call.num_images == 0 and divisor != self._batch_size):
                 marks -= {"sum", "count"}
+
+    def _mark_scales(self, call: _Call, marks: set[str]) -> None:
+        """Take ``scaled`` away from the ``marks`` if the scale of a gradient cancels; its inverse is ``inverse``."""
+        of_divisor = self._marks_of_divisor(call)
+        is_inverse = call.name in ("__rdiv__", "reciprocal", "rsqrt")
+
+        # The scale cancels in a quotient, also in one that is a product with an inverse.
+        if call.name in _SCALE_FREE or (call.name in _MULTIPLICATIONS and marks >= {"scaled", "inverse"}):
+            marks -= {"scaled", "inverse"}
+        elif "scaled" in marks and (is_inverse or "scaled" in of_divisor):
+            marks.discard("scaled")
+            dividend = call.sources[0]
+            if is_inverse or dividend is call.argument(1, "other") or "scaled" not in self._marks[dividend]:
+                marks.add("inverse")
 
     def _marks_of_divisor(self, call: _Call) -> set[str]:
         """Return the marks of the tensor by which the call divides; none if it divides by a number, or not at all."""
