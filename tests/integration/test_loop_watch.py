@@ -237,6 +237,20 @@ def attacked(model: nn.Module, batch: Any) -> Tensor:
     return loss
 
 
+def moved_by_gathered(run: Any, *, create_graph: bool = False) -> None:
+    """The loss after a step along the gradients of a loss of all workers' logits."""
+    model = run.prepare(mlp())
+
+    def loss_of(model: nn.Module, batch: Any) -> Tensor:
+        weights = dict(model.named_parameters())
+        loss = F.cross_entropy(run.gather(model(batch.images)), run.gather(batch.labels))
+        gradients = torch.autograd.grad(loss, [*weights.values()], create_graph=create_graph)
+        moved = {name: weight - 0.1 * slope for (name, weight), slope in zip(weights.items(), gradients, strict=True)}
+        return F.cross_entropy(torch.func.functional_call(model, moved, (batch.images.flip(3),)), batch.labels)
+
+    steps(run, model, run.prepare(SGD(model.parameters(), lr=0.1)), loss_of)
+
+
 def counted(model: nn.Module, batch: Any) -> Tensor:
     weights = 1 / torch.bincount(batch.labels, minlength=4).clamp(min=1)
     return (weights[batch.labels] * F.cross_entropy(model(batch.images), batch.labels, reduction="none")).mean()
@@ -429,6 +443,7 @@ NOTES: dict[str, tuple[Loop, str]] = {
     "weights by hand": (by_steps(divided_by_weights, mlp), "run.mean("),
     "ignore_index": (by_steps(left_out, mlp), "run.mean("),
     "a mask": (by_steps(masked, mlp), "run.mean("),
+    "a gradient through gathered rows": (moved_by_gathered, "passes run.gather"),
     "a gradient of the mean for images": (by_steps(penalised_slope, mlp), "the larger they are"),
     "the .grad of images": (by_steps(moved_by_gradient, mlp), "the larger they are"),
     "a loss of some images": (by_steps(of_labelled, mlp), "run.mean("),
@@ -733,6 +748,7 @@ REFUSED: dict[str, tuple[Loop, str]] = {
     "a wrapper": (wrapped, "DistributedDataParallel"),
     "batch norm that is not prepared": (not_prepared, "not prepared has batch norm in training mode"),
     "create_graph": (differentiated_again, "create_graph=True"),
+    "a gradient of gradients": (lambda run: moved_by_gathered(run, create_graph=True), "cannot pass run.gather"),
 }
 
 

@@ -3,6 +3,9 @@
 A contrastive loss compares the features of all images of a global batch, so each worker needs the features of all
 workers. Every worker computes the whole loss, and so the gradient of each row is computed N times. The mean of these
 gradients goes back to the worker that has the row, where the backward goes on.
+
+That is right for ``loss.backward()``, whose gradients are summed over the workers afterwards. What
+``torch.autograd.grad`` returns is that of one worker's rows, and cannot be differentiated again.
 """
 
 from __future__ import annotations
@@ -14,6 +17,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from raytrain.errors import UsageError
+
+num_backwards = 0
+"""Number of times that a gradient has passed rows of other workers in this process, which shows whether one has."""
 
 
 def gather_rows(rows: Tensor, share: Callable[[], Tensor | float]) -> Tensor:
@@ -59,7 +67,17 @@ class _GatherRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return the gradient of this worker's rows: the average over the workers, divided by this worker's share."""
+        """Return the gradient of this worker's rows: the average over the workers, divided by this worker's share.
+
+        Raises UsageError if the gradient is to be differentiated again, as the sum over the workers cannot be.
+        """
+        global num_backwards
+        num_backwards += 1
+        if torch.is_grad_enabled():  # for create_graph=True
+            raise UsageError(
+                "A gradient of gradients cannot pass run.gather: gather what the network gets, as in "
+                "run.gather(batch.images), so that each worker computes with all images; or train on one worker."
+            )
         share = ctx.share()
         # A worker without images does not count in the average: its share is the number 0.
         has_images = isinstance(share, Tensor) or share > 0

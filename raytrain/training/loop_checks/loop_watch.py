@@ -21,6 +21,7 @@ A tensor that depends on the batch has a set of marks. All tensors that are comp
 - ``other mean``: the tensor is a mean over something other than images.
 - ``scaled``: the tensor is a gradient of a mean over the worker's images, with a row for each of them, or grows with
   one: with fewer images it is larger. Its signs and directions are harmless. ``inverse``: the tensor is divided by one.
+- ``gathered``: the tensor is a gradient that has passed ``run.gather``, and so belongs to this worker's rows alone.
 - ``kept``: the tensor was computed in an earlier step. ``now``: it depends on the batch of this one. A loss with the
   first alone is of a batch that is over.
 - ``placed``: rows were written whose places are a part of the batch, such as its first half.
@@ -54,6 +55,7 @@ from raytrain.config import ResolvedConfig
 from raytrain.data.plan.permutation import mix
 from raytrain.errors import UsageError, some_of
 from raytrain.training.batches.batch import Batch
+from raytrain.training.exact import gather
 from raytrain.training.exact.gradients import HOOK_NOTE
 from raytrain.training.loop_checks.loop_numbers import LoopNumbers, Place, differing_lines
 from raytrain.training.loop_checks.warning_places import warnings_at_callers
@@ -83,6 +85,10 @@ _NOTES = {
         "the loss depends on the size of gradients for images, or for what is computed of them, and these are those of "
         "a mean over one worker's images: the fewer images it has, the larger they are; take those of a sum, as in "
         "torch.autograd.grad(losses.sum(), images), divided by run.total([batch.num_used])[0]"
+    ),
+    "gathered": (
+        "the loss depends on a gradient of torch.autograd.grad that passes run.gather, and is that of one worker's "
+        "rows: gather what the network gets, as in run.gather(batch.images), so that each worker has all images"
     ),
     "kept": (
         "the loss depends on a tensor of a step before, which was computed from one worker's images, so it depends on "
@@ -363,6 +369,8 @@ class _Calls(TorchFunctionMode):
             self._has_mean_loss |= self._has_mean_among(losses)
             if "scaled" in marks:  # then the loss is neither a sum nor a mean over images
                 marks.discard("sum")
+            if "gathered" in marks:  # the loop has gathered rows already, only not those of its images
+                marks.discard("compares")
             if self._has_compared and _rows_of(marks):
                 marks.add("compares")
             if "kept" in marks and "now" not in marks:
@@ -375,6 +383,7 @@ class _Calls(TorchFunctionMode):
         if name == "__iter__" and args[0] in self._marks and args[0].ndim == 1:  # what it gives cannot be seen
             return iter(self.__torch_function__(Tensor.unbind, types, args))
 
+        num_gathers = gather.num_backwards
         result = func(*args, **kwargs)
         leaves = tree_leaves((args, kwargs))  # once for numbers and marks, because it takes longest
         self.numbers.follow(name, args, leaves, result, sys._getframe(1))
@@ -401,6 +410,10 @@ class _Calls(TorchFunctionMode):
             self._marks[args[0]].add("placed")
         if func is torch.autograd.grad:
             self._follow_gradients(args, kwargs, result)
+            if gather.num_backwards > num_gathers:
+                for gradient in tree_leaves(result):
+                    if isinstance(gradient, Tensor):
+                        self._marks[gradient] = {"now", "gathered"}
         elif name == "__get__" and func == _GRAD:
             if isinstance(result, Tensor) and self._has_mean_loss and self._is_of_images(args[0]):
                 self._marks[result] = {"now", "scaled"}
