@@ -292,6 +292,14 @@ def covered(model: nn.Module, batch: Any, mask: Tensor) -> Tensor:
     return (losses * mask).sum() / mask.sum()
 
 
+def distance_to_means(logits: Tensor, mirrored: Tensor) -> Tensor:
+    """The distance of each image from the mean of those with its likeliest class of 5, added up in place."""
+    found = mirrored.argmax(1)
+    sums = torch.zeros(5, 4, dtype=torch.float64).index_add_(0, found, logits)
+    counts = torch.ones(5, dtype=torch.float64).scatter_add_(0, found, torch.ones(len(found), dtype=torch.float64))
+    return (logits - (sums / counts[:, None])[found]).square().mean()
+
+
 def shares(logits: Tensor) -> Tensor:
     """Of the classes, as for balanced experts."""
     return logits.softmax(1).mean(0)
@@ -470,6 +478,7 @@ NOTES: dict[str, tuple[Loop, str]] = {
     "a product by *=": (by_features(lambda z, y: multiplied_in_place(shares(z), shares(y)).sum()), "run.gather("),
     "a divisor over images": (by_features(lambda z, y: (WEIGHTS / shares(z)).sum()), "run.gather("),
     "a number of patches": (by_steps(lambda m, b: covered(m, b, PATCHES[b.samples] < 0.5), mlp), "run.mean("),
+    "means of classes": (by_features(lambda z, y: distance_to_means(z, y)), "run.gather("),
     "a centre": (centred, "of a step before"),
     "a queue": (queued, "of a step before"),
     "the batch before": (prefetched_but_for_the_last, "after it has asked for the next one"),

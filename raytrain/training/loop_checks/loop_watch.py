@@ -124,6 +124,7 @@ _COMPARISONS = {
     *("softmax", "log_softmax", "logsumexp", "amax", "amin", "max", "min", "median", "quantile"),
     *("sort", "argsort", "topk", "cumsum", "prod", "bincount", "histc", "unique", "unique_consecutive"),
 }
+_SUMS_BY_INDEX = {"index_add", "index_add_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_"}
 _PRODUCTS = {"matmul", "mm", "__matmul__", "__rmatmul__", "mv", "dot", "tensordot", "addmm", "linear", "inner"}
 _LINEAR = {
     *("mean", "sum", "add", "sub", "neg", "__add__", "__radd__", "__sub__", "__rsub__", "__neg__", "stack", "cat"),
@@ -545,6 +546,11 @@ class _Calls(TorchFunctionMode):
         # A linear reduction over the images makes a statistic of each feature; another reduction compares the images.
         if (call.name in _COMPARISONS or call.name in _STATISTICS) and first.ndim > 1 and _is_over_images(call):
             marks.add("compares" if call.name in _COMPARISONS else "statistic")
+
+        # So do sums of the rows by an index, such as those of each class. A result with rows is of single images.
+        is_over_rows = (args[1] if len(args) > 1 else kwargs.get("dim")) == 0 if name in _SUMS_BY_INDEX else False
+        if is_over_rows and is_tensor and not _has_rows(result, num_images):
+            marks.add("statistic")
 
         # The same holds for a reduction of a whole tensor, or of a number for each image: the mean of the losses is
         # harmless in itself, but its square or its distance from a bound is not, and neither are the largest losses.
