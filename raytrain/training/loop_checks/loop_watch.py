@@ -548,8 +548,8 @@ class _Calls(TorchFunctionMode):
             marks.add("compares" if call.name in _COMPARISONS else "statistic")
 
         # So do sums of the rows by an index, such as those of each class. A result with rows is of single images.
-        is_over_rows = (args[1] if len(args) > 1 else kwargs.get("dim")) == 0 if name in _SUMS_BY_INDEX else False
-        if is_over_rows and is_tensor and not _has_rows(result, num_images):
+        is_sum_of_rows = call.name in _SUMS_BY_INDEX and call.argument(1, "dim") == 0
+        if is_sum_of_rows and isinstance(call.result, Tensor) and not _has_rows(call.result, num_images):
             marks.add("statistic")
 
         # The same holds for a reduction of a whole tensor, or of a number for each image: the mean of the losses is
