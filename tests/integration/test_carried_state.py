@@ -79,6 +79,25 @@ def best_after_a_long_body(run: Run) -> None:
         best = max(best, top1.mean)
 
 
+def in_a_function_within(run: Run) -> None:
+    """A function within the loop's has the code of an epoch."""
+    model, optimizer = prepared(run)
+    num_seen, average, total = 0, None, 0.0
+
+    def train_one_epoch(epoch: Any) -> None:
+        nonlocal num_seen, average, total
+        for batch in epoch:
+            learn(model, optimizer, batch)
+            num_seen += len(batch.labels)
+            total += 1
+            loss = cross_entropy(model, batch).item()
+            average = loss if average is None else 0.9 * average + 0.1 * loss
+
+    for epoch in run.epochs():
+        total = 0.0
+        train_one_epoch(epoch)
+
+
 def queue(run: Run) -> None:
     """Features of earlier steps, as MoCo keeps them."""
     model, optimizer = prepared(run)
@@ -267,6 +286,7 @@ def things_of_rare_kinds(run: Run) -> None:
 
 CARRIED: dict[Callable[[Run], None], set[str]] = {
     best_after_a_long_body: {"best"},
+    in_a_function_within: {"num_seen", "average"},
     best_by_hand: {"best", "global_step", "history"},
     queue: {"keys"},
     targets_of_images: {"criterion.targets"},

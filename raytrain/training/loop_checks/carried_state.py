@@ -5,6 +5,7 @@ dictionary are right as long as the run goes on, and begin again when it resumes
 
 - The code that follows the start of an epoch reads the variable before it writes it. This is the liveness of compilers,
   computed from the bytecode: the loss of the last batch, and a sum that begins at 0 in each epoch, are written before.
+  Functions within the loop's may do so, too, with ``nonlocal`` variables.
 - Before the first batch of a later epoch, its value is another one than before the first batch of this attempt.
 
 Attributes of the user's objects, and global variables, count if a function reads them before it writes them, as
@@ -86,7 +87,8 @@ class CarriedState:
         """
         self._live = {}
         for users_frame in users_frames(frame):
-            self._live[id(users_frame)] = _live_names(users_frame.f_code, users_frame.f_lasti)[0]
+            of_itself = _live_names(users_frame.f_code, users_frame.f_lasti)[0]
+            self._live[id(users_frame)] = of_itself | _carried_by_inner(users_frame.f_code, users_frame.f_lasti)
             if not users_frame.f_code.co_flags & inspect.CO_GENERATOR:
                 break
 
@@ -308,6 +310,24 @@ def _with_inner(code: CodeType) -> Iterator[CodeType]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _with_inner(constant)
+
+
+def _carried_by_inner(code: CodeType, offset: int) -> set[str]:
+    """Return the variables of ``code`` that functions within it write, as ``nonlocal`` ones, and may read before.
+
+    Left out are those that ``code`` itself writes after the instruction at ``offset`` bytes, such as a sum that begins
+    at 0 in each epoch.
+    """
+    carried: set[str] = set()
+    for inner in _with_inner(code):
+        if inner is not code and inner.co_freevars:
+            instructions = dis.get_instructions(inner)
+            stored = {instruction.argval for instruction in instructions if instruction.opname == "STORE_DEREF"}
+            carried |= stored.intersection(inner.co_freevars, _live_names(inner, 0)[0])
+    if not carried:
+        return carried
+    later = (instruction for instruction in dis.get_instructions(code) if instruction.offset > offset)
+    return carried - {instruction.argval for instruction in later if instruction.opname == "STORE_DEREF"}
 
 
 def _carried_in(code: CodeType) -> set[str]:
