@@ -24,6 +24,7 @@ from raytrain.datasets.archive import Archive, ArchivedImage, ArchivedImages
 from raytrain.errors import UsageError, format_count
 
 _LABEL_SUFFIXES = (".cls", ".json")
+_LABEL_FILE_SUFFIXES = frozenset({".csv", ".tsv", ".jsonl"})
 _JPEG_SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif")
 _SECOND_IMAGES = "second images of a sample, such as masks (--image-suffix takes them instead)"
 _CHUNK_BYTES = 1 << 20
@@ -68,6 +69,12 @@ class TarArchive(Archive):
             if keys_of_images & keys_of_labels:
                 yield from self._with_label_files(tar, members, len(images))
             elif images:
+                # A label file beside images in folders would be read; one in a tar is not, so say so.
+                if tables := sorted(_LABEL_FILE_SUFFIXES & suffixes.keys()):
+                    self.choices.add(
+                        f"the folders are the classes, and {' and '.join(tables)} files in a tar are not read; if one "
+                        "says the classes, unpack the images, and give it with --labels"
+                    )
                 yield from self._in_class_folders(tar, images, suffixes)
 
     def _with_label_files(
@@ -163,6 +170,7 @@ class TarArchive(Archive):
                 f"{self.name} has neither labels beside its images (.cls, or .json with label or cls) nor class "
                 f"folders, but {files}."
             )
+        self._has_class_folders = True
         for index, label in zip(kept, folders.classes, strict=True):
             yield ArchivedImage(paths[index], _content(tar, images[index]), label)
 

@@ -318,6 +318,16 @@ def test_a_tar_of_class_folders(images: Path, tmp_path: Path) -> None:
     assert labels_by_content(tmp_path / "packed") == {one: "cat", other: "dog"}
 
 
+def test_a_class_folder_of_a_tar_may_be_called_none_and_a_label_file_in_the_tar_is_told(
+    images: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    one, other = unique(images, 2)
+    members = {"None/1.png": one, "-1/1.png": other, "labels.csv": b"path,label\nNone/1.png,cat\n"}
+    packed(write_tar(tmp_path / "a.tar", members), tmp_path / "packed")
+    assert labels_by_content(tmp_path / "packed") == {one: "None", other: "-1"}
+    assert "the folders are the classes, and .csv files in a tar are not read" in caplog.text
+
+
 def test_shards_do_not_hide_images_that_are_there(images: Path, tmp_path: Path) -> None:
     one, other = unique(images, 2)
     tar = write_tar(tmp_path / "a.tar", {"cat/1.png": one, "dog/1.png": other})
