@@ -226,12 +226,14 @@ def _tar_label(tar: tarfile.TarFile, member: tarfile.TarInfo) -> str:
     content = _content(tar, member)
     if _suffix(member.name) == ".cls":
         try:
-            return content.decode("utf-8-sig").strip()
-        except UnicodeDecodeError as error:
-            sentence = (
+            label = content.decode("utf-8-sig").strip()
+        except UnicodeDecodeError:
+            label = "\0"
+        if "\0" in label:  # as in a number of several bytes
+            raise UsageError(
                 f"The label in {member.name!r} is {content[:80]!r}, which is not text in UTF-8; write it in UTF-8."
             )
-            raise UsageError(sentence) from error
+        return label
 
     # A .json file may have a label; a damaged one counts as one without.
     document: Any = None

@@ -412,6 +412,9 @@ def test_labels_in_latin_1_are_refused(tmp_path: Path) -> None:
     ]
     with pytest.raises(UsageError, match=r"label in '0.cls' is b'r\\xe9', which is not text in UTF-8"):
         packed(write_tar(tmp_path / "a.tar", dict(members)), tmp_path / "packed")
+    members[1] = ("0.cls", (1).to_bytes(8, "little"))  # a number as NumPy writes it
+    with pytest.raises(UsageError, match=r"label in '0.cls' is b'\\x01\\x00.*', which is not text in UTF-8"):
+        packed(write_tar(tmp_path / "a.tar", dict(members)), tmp_path / "packed")
 
 
 # Classes that would vanish.
