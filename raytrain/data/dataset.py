@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -189,19 +190,8 @@ def open_dataset(config: TrainConfig, run_store: Store | None = None) -> Dataset
         manifests = labelled_parts(config, stores, tables)
     train, validation, test = manifests["train"], manifests["validation"], manifests.get("test")
 
-    # A folder that is given for two parts is a slip, or a first try: its images are then both trained on and held out.
-    # They are not if labels or folders divide them.
-    for part in HELD_OUT:
-        if part in stores and stores[part].url == stores["train"].url:
-            training_keys = set(train.keys.to_pylist())
-            held_out = manifests.get(part, validation)  # test images are validation images if there are no others
-            num_trained = sum(key in training_keys for key in held_out.keys.to_pylist())
-            if num_trained:
-                _log.warning(
-                    "%s of %s %s images are trained on, too, as --%s-data is the folder of --data: they say nothing of "
-                    "how the network does on others.",
-                    *(f"{num_trained:,}", f"{len(held_out):,}", part, part),
-                )
+    # Test images are validation images if there are no others.
+    _report_trained_on(train, {part: manifests.get(part, validation) for part in HELD_OUT if part in stores})
 
     held_out_format = evaluation_format(config)
     mean, std = _mean_std(config, stores["train"], train, held_out_format)
@@ -221,6 +211,31 @@ def open_dataset(config: TrainConfig, run_store: Store | None = None) -> Dataset
         std=std,
         stored=stored_train,
     )
+
+
+def _report_trained_on(train: Manifest, held_out: Mapping[Part, Manifest]) -> None:
+    """Log how many images of parts that have an option of their own, such as --test-data, are trained on, too.
+
+    A folder that is given for two parts is a slip, or a first try, and so is one within the other: its images are then
+    both trained on and held out. They are not if labels or folders divide them.
+    """
+    for part, images in held_out.items():
+        train_url, url = f"{train.url.rstrip('/')}/", f"{images.url.rstrip('/')}/"
+        if train_url == url:
+            relation = "is the folder of"
+        elif url.startswith(train_url):
+            relation = "is within"
+        elif train_url.startswith(url):
+            relation = "contains"
+        else:
+            continue
+        trained_on = {train_url + key for key in train.keys.to_pylist()}
+        if num_trained := sum(url + key in trained_on for key in images.keys.to_pylist()):
+            _log.warning(
+                "%s of %s %s images are trained on, too, as --%s-data %s --data: they say nothing of how the network "
+                "does on others.",
+                *(f"{num_trained:,}", f"{len(images):,}", part, part, relation),
+            )
 
 
 def _stored_parts(run_store: Store) -> dict[Part, Manifest]:

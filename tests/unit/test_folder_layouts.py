@@ -267,6 +267,8 @@ def test_a_folder_of_training_images_as_test_images_is_told(tmp_path: Path, capl
     data = tree(tmp_path / "a", "cat", "dog")
     opened(data, data)
     assert "images are trained on, too, as --test-data is the folder of --data" in caplog.text
+    opened(tree(data, "held/cat", "held/dog"), data / "held")  # held/ is a class of the training images
+    assert "8 of 8 test images are trained on, too, as --test-data is within --data" in caplog.text
 
 
 def test_masks_beside_training_images_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
