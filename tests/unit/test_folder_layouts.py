@@ -118,7 +118,9 @@ def test_test_images_without_classes_are_left_out_beside_validation_images(
     fill(tree(tmp_path / "a", "train/cat", "train/dog", "val/cat", "val/dog"), "test/1.png", "test/2.png")
     data = opened(tmp_path / "a")
     assert data.test is None and counts(data) == {"cat": (4, 4), "dog": (4, 4)}
-    assert "The images in test/ of" in caplog.text and "they are not in the class folders of" in caplog.text
+    assert "a: 2 images in test/, in none of the class folders of train/" in caplog.text
+    opened(tree(tmp_path / "a", "train2/cat", "train2/dog", "train_more/cat"))
+    assert "a: 8 images in train2/, 4 images in train_more/." in caplog.text
 
 
 def test_test_images_without_classes_are_refused(tmp_path: Path) -> None:

@@ -291,8 +291,8 @@ def _parts_above_classes(paths: list[tuple[str, ...]], tops: set[str], url: str)
         raise UsageError(problems[last])
     unusable = [folder for folder, problem in problems.items() if problem]
     for folder in unusable:
-        sentence = "The images in %s/ of %s are not used: they are not in the class folders of %s/."
-        _log.warning(sentence, folder, url, train)
+        num_images = format_count(sum(path[:1] == (folder,) for path in paths), "image")
+        _log.warning("Not used of %s: %s in %s/, in none of the class folders of %s/.", url, num_images, folder, train)
 
     # And no other folder may be beside them.
     if beside_parts:
@@ -396,9 +396,11 @@ def _label_by_folder(
     files.left_out[_STRAY] = [files.images[index].path for index in np.flatnonzero(~chosen)]
     if folders.parts is not None and part is not None:
         unused = chosen & (np.array(folders.parts, object) != folders.folder_of[part])
-        unused_parts = {folders.parts[index] for index in np.flatnonzero(unused)} if part == "train" else set[str]()
-        if names := sorted(unused_parts - {*folders.folder_of.values()}):
-            _log.warning("The images in %s of %s are not used.", "/, ".join(names) + "/", files.url)
+        counts = Counter(folders.parts[index] for index in np.flatnonzero(unused))
+        others = sorted(counts.keys() - {*folders.folder_of.values()})
+        texts = [f"{format_count(counts[name], 'image')} in {name}/" for name in others]
+        if texts and part == "train":
+            _log.warning("Not used of %s: %s.", files.url, ", ".join(texts))
         chosen &= ~unused
     if part not in HELD_OUT:  # once, for all parts are in one listing
         report_alike(sorted(set(folders.classes)), files.url)
