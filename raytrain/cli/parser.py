@@ -13,6 +13,7 @@ Each command is a plain function; tyro makes the parser from its annotations. Th
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import functools
 import inspect
@@ -274,7 +275,9 @@ def _parse_once(argv: Sequence[str], commands: Commands[T], defaults: Mapping[st
     lists_recipes = has_recipe and len(recipes) > 1
     more = f"\n\nWithout a recipe, the command takes {AUTO}, or, with --loop, {CUSTOM}." if lists_recipes else ""
     choice = _choice(
-        subcommand(name, constructor=_binder(command, recipes, is_short), description=help_text(command) + more)
+        subcommand(
+            name, constructor=_binder(command, recipes, is_help, is_short), description=help_text(command) + more
+        )
         for name, command in chosen.items()
     )
 
@@ -372,13 +375,14 @@ def _choice(subcommands: Iterable[Any]) -> Any:
 
 
 def _binder(
-    command: Callable[..., T], recipes: Mapping[str, Any], is_short: bool
+    command: Callable[..., T], recipes: Mapping[str, Any], is_help: bool, is_short: bool
 ) -> Callable[..., functools.partial[T]]:
     """Return a function that binds ``command`` to its arguments, for tyro to call.
 
     tyro does not call the command itself, because it would take a ValueError there for a mistake in the command line.
     The annotations are those of the command in the form that tyro needs: a choice of ``recipes``, which are options by
-    the names of recipes, a section of options, or one option. ``is_short`` leaves out the options that few people use.
+    the names of recipes, a section of options, or one option. ``is_help``: only the help is needed. ``is_short`` leaves
+    out the options that few people use.
     """
 
     def bind(**arguments: Any) -> functools.partial[T]:
@@ -396,14 +400,14 @@ def _binder(
             parameters[name] = _choice(
                 subcommand(
                     recipe,
-                    constructor=_section_merger(config, hidden),
+                    constructor=_section_merger(config, hidden, is_help),
                     description=_about_recipe(recipe, command, is_only=len(recipes) == 1, num_options=num_options),
                 )
                 for recipe, config in recipes.items()
             )
         elif isinstance(hint, type) and dataclasses.is_dataclass(hint):
             section: type[Any] = hint
-            parameters[name] = _section_with_defaults(section, section(), ())
+            parameters[name] = _section_with_defaults(section, section(), (), is_help)
         else:
             parameters[name] = _annotation_for_tyro(hint)
     bind.__signature__ = inspect.signature(command)  # pyright: ignore[reportFunctionMemberAccess]
@@ -423,11 +427,11 @@ _ConfigFile = Annotated[
 ]
 
 
-def _section_merger(defaults: object, hidden: Sequence[str]) -> Callable[..., dict[str, Any]]:
+def _section_merger(defaults: object, hidden: Sequence[str], is_help: bool) -> Callable[..., dict[str, Any]]:
     """Return the function that tyro calls with the sections of a recipe's options: it merges them into one dict.
 
     The dict also has what ``--config`` names, under ``_CONFIG_FILE``. ``defaults`` has the recipe's options as
-    attributes. Options in ``hidden`` get no flags.
+    attributes. Options in ``hidden`` get no flags. ``is_help``: only the help is needed.
     """
 
     def merge(config_file: str | None, **sections: object) -> dict[str, Any]:
@@ -435,7 +439,7 @@ def _section_merger(defaults: object, hidden: Sequence[str]) -> Callable[..., di
         return {**options, _CONFIG_FILE: config_file}
 
     # tyro makes its parser from this signature.
-    types = {name: _section_with_defaults(section, defaults, hidden) for name, section in SECTIONS.items()}
+    types = {name: _section_with_defaults(section, defaults, hidden, is_help) for name, section in SECTIONS.items()}
     parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=types[name]) for name in types]
     file = inspect.Parameter(_CONFIG_FILE, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_ConfigFile)
     merge.__signature__ = inspect.Signature([file, *parameters])  # pyright: ignore[reportFunctionMemberAccess]
@@ -443,19 +447,22 @@ def _section_merger(defaults: object, hidden: Sequence[str]) -> Callable[..., di
     return merge
 
 
-def _section_with_defaults(section: Any, defaults: object, hidden: Sequence[str]) -> type:
+def _section_with_defaults(section: Any, defaults: object, hidden: Sequence[str], is_help: bool) -> type:
     """Return a subclass of ``section``, a dataclass of options, from which tyro makes their flags and their help.
 
     ``defaults`` has the defaults as attributes of the options' names. An option in ``hidden`` has no flag and is not in
-    the help; it keeps its default.
+    the help; it keeps its default. ``is_help``: only the help is needed.
     """
     hints = get_type_hints(section, include_extras=True)
     # With the recipe auto, the images decide on these, so the help shows no default.
     open_options: Sequence[str] = getattr(defaults, "open_options", ())
+    texts = _long_help_texts(section) if is_help else {}  # which takes some 30 ms
     fields = [
         (
             name,
-            Suppress[hint] if name in hidden else _annotation_for_tyro(hint, is_open=name in open_options),
+            Suppress[hint]
+            if name in hidden
+            else _annotation_for_tyro(hint, texts.get(name), is_open=name in open_options),
             dataclasses.field(default=getattr(defaults, name)),
         )
         for name, hint in hints.items()
@@ -463,11 +470,30 @@ def _section_with_defaults(section: Any, defaults: object, hidden: Sequence[str]
     return dataclasses.make_dataclass(section.__name__, fields, bases=(section,), frozen=True, kw_only=True)
 
 
-def _annotation_for_tyro(hint: Any, *, is_open: bool = False) -> Any:
+@functools.cache
+def _long_help_texts(section: type) -> dict[str, str]:
+    """Return the help texts of ``section`` that are written in several lines, each as one line, by their options.
+
+    tyro would begin a new line in the help at each line break of the source.
+    """
+    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(section))).body
+    assert isinstance(definition, ast.ClassDef)
+    texts: dict[str, str] = {}
+    for option, docstring in itertools.pairwise(definition.body):
+        match option, docstring:
+            case ast.AnnAssign(target=ast.Name(name)), ast.Expr(value=ast.Constant(str(text))) if "\n" in text:
+                texts[name] = " ".join(text.split())
+            case _:
+                pass
+    return texts
+
+
+def _annotation_for_tyro(hint: Any, text: str | None = None, *, is_open: bool = False) -> Any:
     """Return the annotation of an option for tyro, which makes its flags and its line of the help from it.
 
     The option gets its second flag, if it has one. The help shows the form of its values without ``none``, and its
-    default unless that only says that the option was not given. ``is_open``: the images decide on it.
+    default unless that only says that the option was not given. ``text`` is the help, by default the docstring below
+    the option. ``is_open``: the images decide on it.
     """
     # The form of the values: a text in the annotation, or else the type of an option that is a number, a text or None.
     marks = marks_of(hint)
@@ -483,7 +509,8 @@ def _annotation_for_tyro(hint: Any, *, is_open: bool = False) -> Any:
         return "" if label in _PLAIN_DEFAULTS else f"(default: {label})"
 
     aliases = [mark.flag for mark in marks if isinstance(mark, Synonym)] or None
-    return Annotated[hint, arg(metavar=forms[0] if forms else None, help_behavior_hint=default, aliases=aliases)]
+    metavar = forms[0] if forms else None
+    return Annotated[hint, arg(metavar=metavar, help=text, help_behavior_hint=default, aliases=aliases)]
 
 
 def _options_without_flag(hint: Any) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import io
+import itertools
 import json
 import os
 import re
@@ -141,6 +142,15 @@ def test_every_option_of_a_run_is_a_flag_with_its_help(
     assert "Passes over the training images." in help_text
     assert "--recipe" not in help_text and "none)" not in help_text and "--batch-size N|N/worker" in help_text
     assert re.findall(r"(\w+) options  ", help_text) == list(SECTIONS)
+
+    # A text that the source has in two lines is wrapped as one: a line ends only if the next word does not fit.
+    lines = [line.strip("│").rstrip() for line in help_text.splitlines()]
+    ended_early = [
+        line
+        for line, following in itertools.pairwise(lines)
+        if line.startswith(" " * 20) and following.startswith(" " * 20) and len(line) + len(following.split()[0]) < 94
+    ]
+    assert ended_early == []
 
 
 def test_the_help_says_what_the_images_decide_on(
