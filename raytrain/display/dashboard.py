@@ -98,11 +98,19 @@ def plot_height(console: Console) -> int:
 
 
 def progress_line(snapshot: Snapshot) -> str:
-    """Return step, epoch, loss, accuracy, other measurements and time left as one line, as far as they are known."""
+    """Return step, epoch, loss, accuracy, other measurements and time left as one line, as far as they are known.
+
+    If the latest measurements are of an earlier step, as with ``--log-every``, the line names it before them:
+    ``step 18/36  epoch 2/4  at step 10: loss 1.619``.
+    """
     parts = [f"step {snapshot.step:,}/{snapshot.num_steps:,}", f"epoch {snapshot.epoch}/{snapshot.num_epochs}"]
-    measured = snapshot.latest.metrics if snapshot.latest else {}
-    parts += [f"{name} {_decimal(measured[name])}" for name in ("loss", "accuracy") if name in measured]
-    return "  ".join([*parts, *_own_metrics(snapshot), *_measurements(snapshot), *_time_left(snapshot)])
+    latest = snapshot.latest
+    measured = latest.metrics if latest else {}
+    figures = [f"{name} {_decimal(measured[name])}" for name in ("loss", "accuracy") if name in measured]
+    figures += [*_own_metrics(snapshot), *_measurements(snapshot)]
+    if latest and latest.step != snapshot.step and figures:
+        figures[0] = f"at step {latest.step:,}: {figures[0]}"
+    return "  ".join([*parts, *figures, *_time_left(snapshot)])
 
 
 def _measurements(snapshot: Snapshot) -> list[str]:
@@ -116,7 +124,7 @@ def _measurements(snapshot: Snapshot) -> list[str]:
     texts = [_MEASUREMENTS[name].format(value) for name, value in values.items() if value is not None]
     counts = {
         "skipped": snapshot.num_skipped,
-        "retries": snapshot.num_retries,
+        "retry" if snapshot.num_retries == 1 else "retries": snapshot.num_retries,
         "decoded on CPU": snapshot.num_decoded_on_cpu,
     }
     return texts + [f"{count:,} {name}" for name, count in counts.items() if count] + cost_texts(snapshot)

@@ -285,7 +285,7 @@ class RunMonitor:
             # checkpoints count.
             elapsed_s, left_s = self._elapsed_s(), None
             if self._first is not None and self._latest is not None and self._ended_s is None:
-                left_s = time_left_s([self._first, self._latest], self._num_steps, elapsed_s)
+                left_s = time_left_s([self._first, self._latest], self._num_steps, self._step, elapsed_s)
 
             first_row, rows = self._history.sample.since(since.row if since.attempt == self._attempt else 0)
             return Snapshot(

@@ -98,7 +98,7 @@ class RunReader:
             steps_per_epoch=max(self._steps_per_epoch, steps_per_epoch_by_status),
             num_workers=status.num_workers,
             elapsed_s=elapsed_s,
-            time_left_s=time_left_s(self._steps, status.num_steps) if status.active else None,
+            time_left_s=time_left_s(self._steps, status.num_steps, step) if status.active else None,
             attempt=self._rows.version,
             first_row=first_row,
             rows=rows,

@@ -90,15 +90,18 @@ def epoch_of(step: int, steps_per_epoch: int) -> int:
     return max(1, math.ceil(step / steps_per_epoch))
 
 
-def time_left_s(rows: Sequence[MetricRow], num_steps: int, now_s: float | None = None) -> float | None:
+def time_left_s(rows: Sequence[MetricRow], num_steps: int, step: int, now_s: float | None = None) -> float | None:
     """Extrapolate from the first and the last of ``rows`` how many seconds remain until ``num_steps``.
 
-    ``now_s`` is the present time on the clock of :attr:`Snapshot.elapsed_s`; by default that of the last row. Return
-    None if the rows do not span a step.
+    ``step`` are the steps completed so far, which may be more than those of the last row. ``now_s`` is the present time
+    on the clock of :attr:`Snapshot.elapsed_s`; by default that of the last row. Return None if the rows do not span a
+    step.
     """
     if len(rows) < 2 or rows[-1].step <= rows[0].step:
         return None
     seconds_per_step = (rows[-1].elapsed_s - rows[0].elapsed_s) / (rows[-1].step - rows[0].step)
     # The time since the last row is spent already.
     since_s = 0.0 if now_s is None else now_s - rows[-1].elapsed_s
-    return max(0.0, (num_steps - rows[-1].step) * seconds_per_step - since_s)
+    left_s = (num_steps - rows[-1].step) * seconds_per_step - since_s
+    # Steps that were faster than before need no time any more: after the last one, none is left.
+    return max(0.0, min(left_s, (num_steps - step) * seconds_per_step))

@@ -135,6 +135,9 @@ def test_the_time_left_is_estimated_from_the_speed_so_far(monitor: RunMonitor, c
     assert monitor.snapshot().time_left_s == pytest.approx(160)
     clock.now_s += 7
     assert monitor.snapshot().time_left_s == pytest.approx(153)
+    # No time is left once an evaluation has measured the last step, even if the last row of steps is older.
+    monitor.record(evaluation_row(100))
+    assert monitor.snapshot().time_left_s == 0
 
 
 def test_the_latest_use_of_each_machine_is_kept_until_the_workers_are_others(monitor: RunMonitor) -> None:

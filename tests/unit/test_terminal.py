@@ -168,12 +168,16 @@ def test_without_a_terminal_one_line_is_printed_per_interval() -> None:
     terminal.update(snapshot([step_row(140, loss=None)], first_row=2))
     clock.now_s += 11
     terminal.update(snapshot([], first_row=3))
-    first, second = out.getvalue().splitlines()
+    clock.now_s += 11
+    terminal.update(snapshot([step_row(160)], step=167, num_retries=1))  # the next row comes with step 180
+    first, second, third = out.getvalue().splitlines()
     assert first == (
         "step 120/1,000  epoch 2/10  loss 1.234  accuracy 0.567  8,512 images/s  learning rate 0.2  "
         "waiting for data 3%  00:01:20 left"
     )
     assert second.startswith("step 140/1,000  epoch 2/10  loss nan")
+    assert third.startswith("step 167/1,000  epoch 2/10  at step 160: loss 1.234  accuracy 0.567")
+    assert "  1 retry  " in third
 
 
 def test_without_a_terminal_each_event_is_one_line() -> None:
