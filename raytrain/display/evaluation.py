@@ -49,7 +49,7 @@ def evaluation_page(result: EvaluationResult, picture: str | None = None) -> Ren
 
     # The metrics and what was evaluated, above both; the accuracy has its interval beside it.
     facts = {**result.summary(), **result.metrics, "picture": picture}
-    del facts["interval_groups"]  # shown with the interval
+    del facts["interval_groups"], facts["all_compared"]  # shown with the interval, and as a warning
     if result.accuracy is not None and result.accuracy_interval is not None:
         low, high = result.accuracy_interval
         groups = "" if result.interval_groups is None else f" over {result.interval_groups:,} groups"
@@ -65,7 +65,9 @@ def label_evaluation_page(result: LabelEvaluation) -> RenderableType:
         values = (score.average_precision, score.threshold, score.precision, score.recall)
         rows.append([score.name, f"{score.images:,}", *(format_optional(value, ".4f") for value in values)])
     table = class_table(("images", "average precision", "threshold", "precision", "recall"), rows, "better")
-    return Group(key_value_table({**result.summary(), **result.metrics}), *_warnings(result), table)
+    facts = {**result.summary(), **result.metrics}
+    del facts["all_compared"]  # shown as a warning
+    return Group(key_value_table(facts), *_warnings(result), table)
 
 
 def _known_first(value: float | None) -> tuple[bool, float]:
@@ -74,11 +76,14 @@ def _known_first(value: float | None) -> tuple[bool, float]:
 
 
 def _warnings(result: EvaluationResult | LabelEvaluation) -> Iterable[RenderableType]:
-    """Yield a warning if the network was trained on some of the images, which makes the metrics too good."""
+    """Yield a warning if the network was, or may have been, trained on some images, so that metrics are too good."""
     if result.trained_on:
         at_least = "" if result.all_compared else "At least "
         total = format_count(result.images + result.skipped, "image")
         text = f"{at_least}{result.trained_on:,} of these {total} are training images of the run; new ones are harder."
+        yield Text(f"\n{text}", style="yellow")
+    elif result.all_compared is False:
+        text = "Some of these images may be training images of the run: not all files could be compared with those."
         yield Text(f"\n{text}", style="yellow")
 
 

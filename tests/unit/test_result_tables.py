@@ -183,6 +183,25 @@ def test_only_the_worst_of_many_classes_are_shown() -> None:
     assert "No image was misclassified." in text(evaluation_page(evaluation([0], [0], ["cat"])))
 
 
+@pytest.mark.parametrize(
+    ("trained_on", "all_compared", "warning"),
+    [
+        (None, None, None),
+        (0, True, None),
+        (0, False, "Some of these images may be training images of the run"),
+        (1, True, "\n1 of these"),
+        (1, False, "\nAt least 1 of these"),
+    ],
+)
+def test_an_evaluation_warns_of_training_images(
+    trained_on: int | None, all_compared: bool | None, warning: str | None
+) -> None:
+    several = {"trained_on": trained_on, "all_compared": all_compared}
+    seen = text(evaluation_page(dataclasses.replace(evaluation([0, 0], [0, 0], ["cat"]), **several)))
+    assert warning in seen if warning else "training images" not in seen
+    assert "compared  " not in seen  # a value that says nothing without the sentence
+
+
 def audited(**faults: tuple[str, ...]) -> AuditResult:
     fields = {"missing": (), "doubled": (), "misplaced": (), **faults}
     return AuditResult("first", 1, 20, (EpochAudit(epoch=1, planned=1000, used_once=990, unreadable=2, **fields),))
