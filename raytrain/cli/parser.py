@@ -202,12 +202,18 @@ def _stored_options(
 
     ``typed`` has the run's name and storage. ``recipe`` is the one that was typed or that a file of options names, if
     any, and ``defaults`` are the options of all recipes by name. Raises UsageError, whose sentence has the name of the
-    ``command``, if the run was started from another recipe.
+    ``command``, if the run was started from another recipe, or from one that does not exist.
     """
-    stored = read_config(open_run(typed["storage"], typed["name"]))
-    if recipe not in (None, stored.recipe) or stored.recipe not in defaults:
+    name = typed["name"]
+    stored = read_config(open_run(typed["storage"], name))
+    if stored.recipe not in defaults:
         raise UsageError(
-            f"Run {typed['name']!r} was started as {stored.recipe}, not as {recipe or AUTO}; "
+            f"Run {name!r} was started as {stored.recipe}, a recipe that this version of raytrain does not have; "
+            f"continue with the version that `raytrain show {name}` names."
+        )
+    if recipe not in (None, stored.recipe):
+        raise UsageError(
+            f"Run {name!r} was started as {stored.recipe}, not as {recipe}; "
             f"continue with `raytrain {command} {stored.recipe} …`."
         )
     machines = {name: getattr(defaults[stored.recipe], name) for name in options_with(Mark.DECIDED_ANEW)}

@@ -132,6 +132,17 @@ def test_a_run_is_not_resumed_as_another_recipe(command: str, stored: TrainConfi
     )
 
 
+@pytest.mark.parametrize("words", ["", "cifar10 "])
+def test_a_run_of_a_recipe_that_is_unknown_here_needs_the_version_that_knows_it(
+    words: str, stored: TrainConfig
+) -> None:
+    document = Path("runs/first/config.json")
+    document.write_text(document.read_text().replace('"cifar10"', '"of-2031"'))
+    sentence = refused(f"train {words}--name=first --resume")
+    assert "was started as of-2031, a recipe that this version of raytrain does not have" in sentence
+    assert "continue with the version that `raytrain show first` names" in sentence
+
+
 def test_a_run_that_does_not_exist_is_not_resumed(stored: TrainConfig) -> None:
     assert "There is no run 'frist' in ./runs" in refused("train cifar10 --name=frist --resume")
 
