@@ -27,8 +27,8 @@ def runs(
     sort: Annotated[
         Literal["heartbeat", "name", "recipe", "status", "step", "best", "accuracy", "time", "cost"],
         arg(
-            help="The largest numbers first. best: the best value by each run's --best; accuracy: that of its last "
-            "evaluation."
+            help="The largest numbers first. heartbeat: when a run was last active; best: the best value by each run's "
+            "--best; accuracy: that of its last evaluation."
         ),
     ] = "heartbeat",
 ) -> CommandResult:
