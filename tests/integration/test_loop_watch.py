@@ -328,6 +328,10 @@ def hardest_by_sorted(model: nn.Module, batch: Any) -> Tensor:
     return torch.stack(sorted(losses_of(model, batch), key=lambda loss: -loss)[:4]).mean()
 
 
+def hardest_by_key(model: nn.Module, batch: Any) -> Tensor:
+    return torch.stack(sorted(losses_of(model, batch), key=lambda loss: loss.item())[-4:]).mean()
+
+
 def alike_by_pairs(model: nn.Module, batch: Any) -> Tensor:
     losses, labels = losses_of(model, batch), batch.labels
     return sum((losses[i] for i in range(len(labels)) if labels[i] == labels[i - 1]), losses.mean()) / len(labels)
@@ -487,6 +491,7 @@ NOTES: dict[str, tuple[Loop, str]] = {
     "the hardest images by NumPy": (by_steps(hardest_by_numpy, mlp), "numbers that differ between the workers"),
     "the hardest images by a list": (by_steps(hardest_by_list, mlp), "return losses[sorted(range(len(losses))"),
     "the hardest images by sorted": (by_steps(hardest_by_sorted, mlp), "run.gather("),
+    "the hardest images by a key": (by_steps(hardest_by_key, mlp), "a mean over something else than images"),
     "pairs by Python": (by_steps(alike_by_pairs, mlp), "run.gather("),
     "a comparison after a warm-up": (by_steps(after_warm_up, mlp), "run.gather("),
     "a number after a warm-up": (by_steps(after_warm_up, mlp), "numbers that differ between the workers"),

@@ -590,6 +590,10 @@ class _Calls(TorchFunctionMode):
         masks = [index for index in indices if index.dtype == torch.bool]
         if call.name in ("__getitem__", "masked_select") and not all(map(_covers_alike, masks)):
             marks.add("selected")
+        # So does Python if it joins the numbers of some images alone, as after `sorted(losses, key=float)[-4:]`.
+        are_numbers = call.name in _JOINS and all(_rows_of(self._marks[source]) for source in call.sources)
+        if are_numbers and len(_rows_of(marks)) < call.num_images:
+            marks.add("selected")
         is_mean_loss = _LOSSES.fullmatch(call.name) and call.kwargs.get("reduction", "mean") in ("mean", "batchmean")
         if (call.name == "mean" or is_mean_loss) and "selected" in marks:
             marks.add("other mean")
