@@ -181,8 +181,13 @@ class Padded:
         self.size, self.tensors, self.mask = images.shape[-2:], images, torch.zeros(3, 6, 6)
 
 
+class Settings:
+    def __init__(self) -> None:
+        self.mean = torch.zeros(3, 1)
+
+
 class OfPadded(OfRecords):
-    def forward(self, images: Padded, targets: list[dict[str, Tensor]]) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(self, settings: Settings, images: Padded, targets: list[dict[str, Tensor]]) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         return self.layers(images.tensors)
 
 
@@ -198,7 +203,8 @@ def images_in_an_object() -> dict[str, Tensor]:
     optimizer = SGD(model.parameters(), lr=0.1)
     for images, labels, _ in slices():
         optimizer.zero_grad()
-        F.cross_entropy(model(Padded(images), [{"boxes": torch.zeros(9, 4)} for _ in images]), labels).backward()
+        boxes = [{"boxes": torch.zeros(9, 4)} for _ in images]
+        F.cross_entropy(model(Settings(), Padded(images), boxes), labels).backward()
         optimizer.step()
     return weights(model)
 

@@ -216,15 +216,24 @@ def rows_among(inputs: Iterable[Any]) -> tuple[Tensor | None, int]:
     (C, H, W), or a dictionary with one, counts as a batch of as many images, an empty list as one of no images: None
     and 0. Without any tensor, return None and 1.
 
+    In a record or another object, which may be one of settings with a mean for each channel, tensors of fewer than
+    four dimensions count only if there is nothing else.
+
     Example: ``rows_among([NestedTensor(images, mask)])  # images, len(images)``
     """
-    return _find_rows(inputs) or (None, 1)
+    inputs = tuple(inputs)
+    return _find_rows(inputs, in_objects=4) or _find_rows(inputs, in_objects=1) or (None, 1)
 
 
-def _find_rows(inputs: Iterable[Any], *, is_within_object: bool = False) -> tuple[Tensor | None, int] | None:
-    """Return what :func:`rows_among` does; None without any tensor."""
+def _find_rows(
+    inputs: Iterable[Any], *, in_objects: int, fewest: int = 1, is_within_object: bool = False
+) -> tuple[Tensor | None, int] | None:
+    """Return what :func:`rows_among` does; None without any tensor.
+
+    Tensors count if they have at least ``fewest`` dimensions, and in records and other objects ``in_objects``.
+    """
     for value in inputs:
-        if isinstance(value, Tensor) and value.ndim:
+        if isinstance(value, Tensor) and value.ndim >= fewest:
             return value, len(value)
         if isinstance(value, list) and all(isinstance(image, Tensor) and image.ndim == 3 for image in value):
             return (value[0] if value else None), len(value)
@@ -232,16 +241,21 @@ def _find_rows(inputs: Iterable[Any], *, is_within_object: bool = False) -> tupl
         # Search containers, dataclasses, and objects such as DETR's NestedTensor, but not objects within these, which
         # may refer to each other.
         nested: Iterable[Any] = ()
-        is_object = False
+        is_record = is_object = False
         if isinstance(value, Mapping):
             nested = value.values()
         elif isinstance(value, (list, tuple)):
             nested = value
         elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-            nested = [getattr(value, field.name) for field in dataclasses.fields(value)]
+            nested, is_record = [getattr(value, field.name) for field in dataclasses.fields(value)], True
         elif not is_within_object and not isinstance(value, (type, ModuleType, FunctionType, nn.Module)):
             nested, is_object = getattr(value, "__dict__", {}).values(), True
-        found = _find_rows(nested, is_within_object=is_within_object or is_object)
+        found = _find_rows(
+            nested,
+            in_objects=in_objects,
+            fewest=in_objects if is_record or is_object else fewest,
+            is_within_object=is_within_object or is_object,
+        )
         if found is None or found[0] is None:
             continue
         if isinstance(value, list) and found[0].ndim == 3 and isinstance(value[0], Mapping):
