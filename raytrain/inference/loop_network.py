@@ -104,7 +104,7 @@ class _Preparing:
         """Stand for what a loop may refer to before it has images, as in ``criterion = run.loss``, and calls later."""
         raise _ImagesNeeded
 
-    evaluate = evaluation_batches = log = loss = mean = accuracy = show = train_head_first = _use_images
+    evaluate = evaluation_batches = keys = log = loss = mean = accuracy = show = train_head_first = _use_images
 
     def _name(self, kind: str) -> str:
         """Return the name of the next thing of this kind: ``model``, then ``model-2`` and so on."""

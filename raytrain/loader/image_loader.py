@@ -211,6 +211,19 @@ class ImageLoader:
         """Number of the next batch's epoch, counted from 0; after a loop that left early, still the epoch it left."""
         return self._next_step // self._plan.steps_per_epoch
 
+    def keys(self, batch: Batch) -> list[str]:
+        """Return the keys of the images of a batch, also of one of validation or test images.
+
+        Key i, such as a path in the data set, is that of ``batch.images[i]``; a placeholder has the key "". The host
+        waits for a GPU here.
+
+        Example::
+
+            for key, loss in zip(loader.keys(batch), losses.tolist()):
+                print(key, loss)
+        """
+        return self._data.parts[batch.part][1].keys_of(batch.samples.tolist()) if batch.num_used else [""]
+
     def __len__(self) -> int:
         """Return the number of batches in a whole epoch, including those before a resume."""
         drops_last = self._drop_last and self._plan.last_batch_size < self._plan.batch_size

@@ -251,9 +251,9 @@ class MachineBatches(AbstractContextManager["MachineBatches"]):
         """Yield the batches of validation or test images."""
         return self._batches(PARTS.index(part), 0)
 
-    def key(self, sample: int) -> str:
-        """Return the key of a training image."""
-        return self._parts[0].manifest.keys[sample].as_py()
+    def keys(self, part: Part, samples: Sequence[int]) -> list[str]:
+        """Return the keys of images of a part."""
+        return self._parts[PARTS.index(part)].manifest.keys_of(samples)
 
     def _batches(self, part: int, first_step: int) -> Iterator[LocalBatch]:
         """Return the batches of part number ``part`` from ``first_step`` on: from the kept blocks, if there are any."""

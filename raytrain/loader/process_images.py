@@ -114,9 +114,9 @@ class ProcessImages:
         """Yield the batches of validation or test images."""
         return self._read(lambda batches, num_read: islice(batches.held_out(part), num_read, None))
 
-    def key(self, sample: int) -> str:
-        """Return the key of a training image."""
-        return self._data.train.keys[sample].as_py()
+    def keys(self, part: Part, samples: Sequence[int]) -> list[str]:
+        """Return the keys of images of a part."""
+        return self._data.parts[part][1].keys_of(samples)
 
     def _read(self, open_batches: Callable[[MachineBatches, int], Iterator[LocalBatch]]) -> Iterator[LocalBatch]:
         """Yield all local batches, even if an image kills a decoder: then go on after the batches read so far.

@@ -117,9 +117,9 @@ class TransformedBatches:
         """Yield the batches of the source as they are."""
         return self._source.held_out(part)
 
-    def key(self, sample: int) -> str:
-        """Return the key of a training image."""
-        return self._source.key(sample)
+    def keys(self, part: Part, samples: Sequence[int]) -> list[str]:
+        """Return the keys of images of a part."""
+        return self._source.keys(part, samples)
 
     def try_twice(self, report: Callable[[str], object]) -> None:
         """Report if the transforms turn the same noise into two different results, in two processes if possible.

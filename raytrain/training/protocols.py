@@ -46,8 +46,8 @@ class BatchSource(Protocol):
         """
         ...
 
-    def key(self, sample: int) -> str:
-        """Return the key of a training image, for a sentence about it."""
+    def keys(self, part: Part, samples: Sequence[int]) -> list[str]:
+        """Return the keys of images of a ``part``; ``samples`` are their indices into its manifest."""
         ...
 
 

@@ -469,6 +469,19 @@ class Run:
             self.models.begin_images()
             yield batch
 
+    def keys(self, batch: Batch) -> list[str]:
+        """Return the keys of the images of a batch or a microbatch: key i, such as a path, is that of ``images[i]``.
+
+        They are the keys of the images in the run's data, as ``manifest.parquet`` and the page have them. A mixed image
+        has the key of the one whose label is in ``labels``, a placeholder the key "". The host waits for a GPU here.
+
+        Example::
+
+            for key, loss in zip(run.keys(batch), losses.tolist()):
+                print(key, loss)
+        """
+        return self.batches.keys(batch)
+
     def total(self, sums: Tensor | Sequence[float]) -> list[float]:
         """Return ``sums``, numbers (n,), added up over the workers, each of which calls this.
 

@@ -197,8 +197,8 @@ class MemorySource:
             0,
         )
 
-    def key(self, sample: int) -> str:
-        return str(sample)
+    def keys(self, part: Part, samples: Sequence[int]) -> list[str]:
+        return list(map(str, samples))
 
     def _block(self, number: int) -> Block:
         rows = slice(number * BLOCK_ROWS, (number + 1) * BLOCK_ROWS)

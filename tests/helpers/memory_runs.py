@@ -95,8 +95,8 @@ class MemorySource:
     def held_out(self, part: Part) -> Iterator[LocalBatch]:
         return batches_from_cache(self.validation_partition, self.blocks, 0)
 
-    def key(self, sample: int) -> str:
-        return f"{sample}.png"
+    def keys(self, part: Part, samples: Sequence[int]) -> list[str]:
+        return [f"{part}/{sample}.png" for sample in samples]
 
 
 class Recorder:

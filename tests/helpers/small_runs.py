@@ -79,6 +79,19 @@ def assert_same_weights(one: raytrain.TrainResult, other: raytrain.TrainResult) 
     assert max((ours[name].double() - theirs[name].double()).abs().max().item() for name in theirs) < 1e-10
 
 
+def check_keys(run: raytrain.Run, batch: raytrain.Batch) -> None:
+    """Check that the keys of ``batch``, and in the first step those of all evaluation batches, are of its images.
+
+    They are if the file of each is in the folder of its class, and no two are the same.
+    """
+    measured = [] if batch.step else list(run.evaluation_batches())
+    for images in (batch, *batch.microbatches(), *measured):
+        keys = run.keys(images)
+        classes = [run.classes[label] for label in images.labels] if images.num_used else [""]
+        assert [Path(key).parent.name for key in keys] == classes
+        assert len({*keys}) == len(keys) == len(images.images)
+
+
 def loop_with(run: raytrain.Run, before_step: Callable[[raytrain.Run, raytrain.Batch], None]) -> None:
     """Train as the built-in loop, which may resume from what this one has prepared, and vice versa.
 

@@ -24,7 +24,7 @@ from raytrain.runs.status import read_status
 from raytrain.storage.open import open_store
 from tests.helpers.attached_runs import LAUNCHERS, attached_run, failed_run, refusal, stopped_run
 from tests.helpers.gloo_processes import run_in_processes, run_until_one_ends
-from tests.helpers.small_runs import assert_same_weights, config, loop_with
+from tests.helpers.small_runs import assert_same_weights, check_keys, config, loop_with
 from tests.helpers.waiting import wait_for
 
 BIN = Path(sys.executable).parent
@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def train_as_attached(run: raytrain.Run) -> None:
-    loop_with(run, lambda run, batch: None)
+    loop_with(run, check_keys)
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def reference(images: Path, tmp_path_factory: pytest.TempPathFactory) -> raytrai
 def test_one_process_trains_what_two_workers_do_and_its_run_is_one_of_raytrains(
     images: Path, tmp_path: Path, reference: raytrain.TrainResult
 ) -> None:
-    result = attached_run(images, tmp_path)
+    result = attached_run(images, tmp_path, check_keys)
     assert_same_weights(result, reference)
     assert (result.status, result.steps, result.num_workers) == ("finished", reference.steps, 1)
     assert read_status(run_store(str(tmp_path), "run")).status == "finished"

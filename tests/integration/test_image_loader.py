@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -141,6 +142,16 @@ def test_epochs_come_to_an_end_if_there_is_a_number_of_them(images: Path) -> Non
     epoch([loader])
     with pytest.raises(UsageError, match="epochs is 1, and the loop asks for another one"):
         next(iter(loader))
+
+
+def test_the_keys_of_a_batch_are_those_of_its_images(images: Path) -> None:
+    loader = ImageLoader(images, batch_size=20, image_size=12, mean=(0.0,) * 3, std=(1.0,) * 3)
+    for batch in (*loader, *loader.validation):
+        keys = loader.keys(batch)
+        pixels = [np.asarray(Image.open(images / key)) for key in keys]
+        expected = torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2) / 255
+        torch.testing.assert_close(batch.images, expected)
+    loader.close()
 
 
 def test_test_images_are_each_on_one_process(images: Path) -> None:

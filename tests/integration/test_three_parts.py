@@ -99,9 +99,12 @@ def gets_worse(run: Run) -> None:
     scores = iter((0.9, 0.5, 0.1))
 
     def measure() -> dict[str, float]:
-        samples = [int(sample) for batch in run.evaluation_batches() for sample in batch.samples]
+        batches = list(run.evaluation_batches())
+        samples = [int(sample) for batch in batches for sample in batch.samples]
+        folders = {Path(key).parts[0] for batch in batches for key in run.keys(batch)}
         total = float(sum(parameter.detach().double().sum() for parameter in model.parameters()))
-        return {"accuracy": next(scores, 0.0), "images": run.total([len(samples)])[0], "weights": total}
+        counts = {"images": run.total([len(samples)])[0], "of test": float(folders == {"test"})}
+        return {"accuracy": next(scores, 0.0), "weights": total, **counts}
 
     for epoch in run.epochs(evaluate=measure):
         for batch in epoch:
@@ -115,6 +118,7 @@ def test_the_test_images_are_measured_with_the_best_checkpoint(images: Path, tmp
     _, recorder = train_here(run)
     rows = [row for row in recorder.rows if row.kind in ("evaluation", "test")]
     assert [(row.kind, row.metrics["images"]) for row in rows] == [*[("evaluation", 12)] * 3, ("test", 18)]
+    assert [row.metrics["of test"] for row in rows] == [0, 0, 0, 1]
     weights = [row.metrics["weights"] for row in rows]
     assert weights[3] == weights[0] and len(set(weights)) == 3
     # Nothing is written after it: the run goes on from its last step.

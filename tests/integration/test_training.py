@@ -31,6 +31,7 @@ from tests.helpers.small_runs import (
     CLASSES,
     NUM_IMAGES,
     assert_same_weights,
+    check_keys,
     config,
     loop_with,
     put_images,
@@ -132,7 +133,7 @@ def meet_before_the_first_step(run: raytrain.Run) -> None:
     from ray.train.collective import barrier
 
     barrier()
-    loop_with(run, before_step=lambda run, batch: None)
+    loop_with(run, before_step=check_keys)
 
 
 @pytest.mark.slow

@@ -63,8 +63,8 @@ def config(**options: Any) -> ResolvedConfig:
 class Source:
     """Knows keys, and has no images."""
 
-    def key(self, sample: int) -> str:
-        return f"{sample}.jpg"
+    def keys(self, part: str, samples: list[int]) -> list[str]:
+        return [f"{sample}.jpg" for sample in samples]
 
     train = held_out = None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -54,9 +54,9 @@ class Batches:
         """Yield the same batches."""
         return self.train(0)
 
-    def key(self, sample: int) -> str:
-        """Return a name."""
-        return f"{sample}.png"
+    def keys(self, part: Part, samples: Sequence[int]) -> list[str]:
+        """Return names."""
+        return [f"{sample}.png" for sample in samples]
 
 
 def moved(image: Tensor) -> Tensor:

@@ -135,6 +135,10 @@ class Manifest:
         indices = [label] if self.label_sets is None else np.flatnonzero(self.label_sets[label])
         return tuple(self.classes[index] for index in indices)
 
+    def keys_of(self, samples: Sequence[int]) -> list[str]:
+        """Return the keys of the images at these indices, in that order: ``images.keys_of([2, 0])``."""
+        return self.keys.take(number_array(np.asarray(samples, np.int64))).to_pylist()
+
     def select(self, indices: npt.NDArray[np.integer]) -> Manifest:
         """Return the images at ``indices``, in that order, with all classes: ``images.select(np.arange(10))``."""
         arrow_indices = number_array(indices.astype(np.int64))

@@ -273,9 +273,9 @@ class RayBatches:
     def held_out(self, part: Part) -> Iterator[LocalBatch]:
         return self._batches(part, 0)
 
-    def key(self, sample: int) -> str:
-        manifest: Manifest = ray.get(self._inputs.images["train"].manifest)
-        return manifest.keys[sample].as_py()
+    def keys(self, part: Part, samples: Sequence[int]) -> list[str]:
+        manifest: Manifest = ray.get(self._inputs.images[part].manifest)
+        return manifest.keys_of(samples)
 
     def _batches(self, dataset: str, first_step: int) -> Iterator[LocalBatch]:
         """Return the batches of a part from ``first_step`` on: from the cache if it is kept, else from a new stream."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from raytrain.data.labels.part_names import Part
 from raytrain.errors import UsageError
 from raytrain.training.exact import images_of_tensors
 from raytrain.training.exact.images_of_tensors import LocalImages
@@ -36,6 +37,7 @@ class Batch:
     num_used: int  # m, or 0 for a placeholder
     microbatch_sizes: tuple[int, ...]  # number of the m images in each microbatch
     is_last: bool = True  # False for a microbatch that is followed by others
+    part: Part = "train"  # of the data set, to whose manifest ``samples`` refers
     begin_microbatch: Callable[..., None] | None = field(default=None, repr=False, compare=False)  # called by the run
 
     def __post_init__(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -84,6 +85,10 @@ class DeviceBatches:
             batch = mix_batch(batch, self._num_classes, config.seed, mixup=mixup, cutmix=cutmix, label_sets=sets)
         return batch
 
+    def keys(self, batch: Batch) -> list[str]:
+        """Return the keys of the images of a batch of this source; "" for a placeholder."""
+        return self.source.keys(batch.part, batch.samples.tolist()) if batch.num_used else [""]
+
     def close(self) -> None:
         """End the processes that decode on the CPU for the device, if there are any."""
         if self.decoder is not None:
@@ -93,7 +98,8 @@ class DeviceBatches:
         """Yield this worker's slice of the validation or the test images, resized and normalised."""
         for local in self.source.held_out(part):
             if len(local.labels):
-                yield to_batch(local, self._augment, self._device, training=False, label_sets=self._label_sets)
+                batch = to_batch(local, self._augment, self._device, training=False, label_sets=self._label_sets)
+                yield replace(batch, part=part)
 
 
 def on_host(local: LocalBatch, augment: Augment, device: torch.device) -> HostTensors:

@@ -162,8 +162,9 @@ class DeviceDecoder:
             self._reporter.decoded_on_cpu(count, kind)
         is_unreadable = np.isin(np.arange(len(files)), list(unreadable))
         if unreadable:
-            keys = {row: self._source.key(int(local.samples[row])) for row in sorted(unreadable)}
-            self._reporter.skip([SkippedImage(key, unreadable[row]) for row, key in keys.items()])
+            rows = sorted(unreadable)
+            keys = self._source.keys("train", local.samples[rows].tolist())
+            self._reporter.skip([SkippedImage(key, unreadable[row]) for row, key in zip(rows, keys, strict=True)])
         return replace(local.without(is_unreadable), images=pixels)
 
     def _decode(self, files: dict[int, bytes], sizes: dict[int, Size]) -> dict[int, Tensor]:
