@@ -117,14 +117,13 @@ def test_a_cpu_without_memory_asks_for_microbatches_and_blames_no_network(images
         train_here(folder_run(images, tmp_path, "run", loop=too_large))
 
 
-@pytest.mark.parametrize("backend", ["local", pytest.param("ray", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["local", pytest.param("ray", marks=pytest.mark.slow)], indirect=True)
 def test_a_run_starts_in_as_many_microbatches_as_fit_with_the_same_weights(
     backend: Literal["local", "ray"], images: Path, tmp_path: Path
 ) -> None:
     by_number, _ = train_here(folder_run(images, tmp_path, "number", model=MODEL, epochs=1, accumulate=4))
     by_trial = folder_run(images, tmp_path, "trial", model=MODEL, epochs=1, accumulate="auto", workers=1).config
-    address = "local" if backend == "ray" else None
-    result = raytrain.train(dataclasses.replace(by_trial, backend=backend, address=address))
+    result = raytrain.train(dataclasses.replace(by_trial, backend=backend))
     assert result.status == "finished"
     assert '"accumulate": 4,' in (tmp_path / "trial" / "config.json").read_text()
     assert largest_difference(by_number, weights(result)) < 1e-10
