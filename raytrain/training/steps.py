@@ -128,6 +128,7 @@ class Steps:
         self.progress = progress
         self.phase = LoopPhase.BETWEEN_EPOCHS
         self._due = Due.NOTHING
+        self._is_stopped = False  # a stop has ended the loop's batches, and its checkpoint is written
         # Objects that are called in each step.
         self._schedule = CheckpointSchedule(config, plan.steps_per_epoch, progress.step if resumes else None)
         self._early_stop = EarlyStop(config)
@@ -464,7 +465,9 @@ class Steps:
             network=self._models.measured(),
         )
         self.progress = self._early_stop.judge_evaluation(progress, metrics)
-        if self.is_over:  # the loop evaluates after its last epoch, and may have changed the networks before
+        # A loop that evaluates after its last epoch may have changed the networks before, so another checkpoint is due.
+        # Not after a stop: what the loop has done since, such as a step of a scheduler, is done again after a resume.
+        if self.is_over and not self._is_stopped:
             self._schedule.forget_checkpoint()
         if metrics and progress.network is None:
             self.report_once(_NOT_PREPARED)
@@ -513,7 +516,7 @@ class Steps:
         self._flush_metrics()  # a run that resumes from this checkpoint never records the step again
         self._save()
         if self._due is Due.STOP:
-            self.phase = LoopPhase.OVER
+            self.phase, self._is_stopped = LoopPhase.OVER, True
         self._due = Due.NOTHING
 
     def _save(self, *, is_measured: bool = True) -> None:

@@ -317,8 +317,20 @@ def scheduler_of_its_own(run: Run) -> None:
             rates.step()
 
 
+def rate_by_an_evaluation(run: Run) -> None:
+    """Halves its rate by what it measures after each epoch, and after a stop, which is in no checkpoint."""
+    model, optimizer = prepared(run)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=100.0)
+    scheduler: Any = run.prepare(plateau)
+    for epoch in run.epochs():
+        for batch in epoch:
+            learn(model, optimizer, batch)
+        scheduler.step(run.evaluate()["loss"])
+
+
 SAME_ON_ANY_WORKERS = (
     to_the_end,
+    rate_by_an_evaluation,
     clipping,
     own_schedule,
     distillation,
