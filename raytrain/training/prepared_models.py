@@ -42,8 +42,9 @@ _CAUSE_IN_BUFFERS = (
     "goes into it, with run.gather, or with torch.distributed in a layer"
 )
 _CAUSE_IN_WEIGHTS = (
-    "something other than an optimizer's step changed them by a worker's own images or random numbers; compute what "
-    "changes them from all workers' images, with run.total, run.mean or run.gather"
+    "they were changed by a worker's own images or random numbers, as by gradients of torch.autograd.grad or by a "
+    "learning rate that follows its own loss; compute what changes them from all workers' images, with run.total, "
+    "run.mean or run.gather"
 )
 _SEQUENCES = (nn.Sequential, nn.ModuleList)
 _FINITE_BUFFERS = ("running_mean", "running_var")  # names of buffers; others, such as attention masks, may be infinite
