@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
 _log = logging.getLogger("raytrain")
+_TABLE_LOGS = ("_delta_log", ".hoodie")  # of Delta Lake and Hudi
 _DESCRIPTION_SUFFIXES = (".md", ".json", ".txt", ".py", ".yaml")
 
 
@@ -194,6 +195,13 @@ def _archives(source: str, label_file: str) -> Sequence[str]:
     if PACKED_INDEX in entries:
         return []
     archives = _archives_among(entry for name, entry in entries.items() if name not in {*METADATA, label_file})
+
+    # The log of such a table says which of its files still count. The others hold rows that were deleted or replaced.
+    if archives and (log := next((name for name in _TABLE_LOGS if name in entries), None)):
+        raise UsageError(
+            f"{source} is a table whose log, {log}/, says which of its Parquet files count; write the table as plain "
+            "Parquet files with the program that it is from, and pack those."
+        )
 
     # Without archives, a repository of Hugging Face has them in "data". It is one if that folder is alone, or beside
     # descriptions or hidden files; a folder "data" beside nothing but other folders may be a class.

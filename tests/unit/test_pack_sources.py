@@ -194,6 +194,9 @@ def test_what_cannot_be_packed_is_refused(images: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"No file that ends in .parquet, .tar, .tgz, .tar.gz matches"):
         packed(tmp_path / "none-*", tmp_path / "packed")
     pq.write_to_dataset(pa.table({"image": [b"x"], "label": ["a"], "split": ["train"]}), tmp_path / "a", ["split"])
+    (tmp_path / "a/split=train/_delta_log").mkdir()
+    with pytest.raises(UsageError, match=r"is a table whose log, _delta_log/, says which of its Parquet files count"):
+        packed(tmp_path / "a/split=train", tmp_path / "packed")
     with pytest.raises(UsageError, match=r"no images below .*give their folder, such as \S+/a/split=train, to"):
         packed(tmp_path / "a", tmp_path / "packed")
     for labelling in ({"labels": "labels.csv"}, {"label_separator": "|"}, {"label_column": ("a", "b")}):
