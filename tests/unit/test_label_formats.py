@@ -263,7 +263,7 @@ def test_images_of_coco_have_the_categories_of_their_annotations(tmp_path: Path)
     ("content", "told"),
     [
         (coco(images=[{"id": 7, "file_name": "a"}] * 2), "several of its images have one id"),
-        (coco(annotations=[{"image_id": 1, "category_id": 2}]), "cannot be read as a table"),
+        (coco(annotations=[{"image_id": 1, "category_id": 2}]), "the image 1 and the category 2 has an id not in"),
         (coco(categories=[{"id": 1, "name": "cat"}]), "cannot be read as a table"),
         ('{"a.jpg": "cat", "a.jpg": "dog"}', "the name 'a.jpg' is there twice"),
         ('{"path": ["a", "b"], "label": ["x"]}', "its columns have 1 to 2 values"),

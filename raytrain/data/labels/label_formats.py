@@ -326,17 +326,20 @@ def _keyed_records(document: _Record, key_names: Set[str]) -> list[_Record]:
 def _coco_records(images: list[_Record], annotations: list[_Record], **rest: Any) -> list[_Record]:
     """Return the images of a COCO document as rows, each with the list of its categories as label.
 
-    Without names of categories, their ids are the labels. Raises ValueError if ids or names are not unique.
+    Without names of categories, their ids are the labels. Raises ValueError if ids or names are not unique, or an
+    annotation has an id of no image or category.
     """
     names = {category["id"]: category["name"] for category in rest.get("categories", ())}
     labels = {image["id"]: list[str]() for image in images}
     if len(labels) < len(images) or len(set(names.values())) < len(rest.get("categories", ())):
         raise ValueError("several of its images have one id, or several of its categories one id or name")
     for annotation in annotations:
-        category = annotation["category_id"]
+        image, category = annotation["image_id"], annotation["category_id"]
+        if image not in labels or (names and category not in names):
+            raise ValueError(f"an annotation of the image {image} and the category {category} has an id not in a list")
         name = names[category] if names else category
-        if name not in labels[annotation["image_id"]]:
-            labels[annotation["image_id"]].append(name)
+        if name not in labels[image]:
+            labels[image].append(name)
     return [{**image, "label": labels[image["id"]]} for image in images]
 
 
