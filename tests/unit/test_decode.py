@@ -340,6 +340,12 @@ def test_a_large_image_is_scaled_to_the_shape(format: str) -> None:
         (b"", "the file is empty"),
         (b"this is no image", "not an image that can be read"),
         (b"<!DOCTYPE html><html></html>", "the file is text, such as a page of a web server"),
+        (
+            b"\x1f\x8b\x08\0" + bytes(30),
+            "the file is compressed with gzip; decompress it",
+        ),  # objects stored by gsutil -Z
+        (bytes(128) + b"DICM" + bytes(30), "the file is DICOM, which is not read; convert it to PNG or JPEG"),
+        (bytes(4) + b"ftyphevc" + bytes(30), "the file is HEIC, which is not read; convert it to PNG or JPEG"),
         (b"\xff\xd8\xff", "the file is a damaged image, or of a rare kind"),
         (encoded(photo(), "PNG").replace(b"IHDR", b"IHDX"), "the file is a damaged image"),
         (bytes(1000), "the file is nothing but zeros"),

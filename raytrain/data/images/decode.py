@@ -79,10 +79,21 @@ _OTHER_FILES = {
     b"<": "text, such as a page of a web server",
     b"%PDF": "PDF",
     b"PK\x03\x04": "a ZIP archive",
+    b"\x1f\x8b": "compressed with gzip; decompress it",
+    b"\x93NUMPY": "an array of NumPy",
+    b"\0\5\x16\7": "attributes of a file, which a Mac keeps beside it",
     **dict.fromkeys((_JPEG, _PNG, b"GIF8", b"RIFF"), "a damaged image, or of a rare kind"),
 }
 _OTHER_FORMATS = {_PNG: "PNG", b"RIFF": "WebP", b"GIF8": "GIF", b"BM": "BMP"}
-_ISO_BRANDS = {b"avif": "AVIF", b"avis": "AVIF", b"heic": "HEIC", b"heix": "HEIC", b"mif1": "HEIC", b"msf1": "HEIC"}
+_ISO_BRANDS = {
+    b"avif": "AVIF",
+    b"avis": "AVIF",
+    b"heic": "HEIC",
+    b"heix": "HEIC",
+    b"hevc": "HEIC",
+    b"mif1": "HEIC",
+    b"msf1": "HEIC",
+}
 
 
 def decode(data: bytes, shape: ImageShape, crop: Crop = STRETCH) -> Pixels:
@@ -302,6 +313,8 @@ def _opened(data: bytes) -> Iterator[Any]:
         # Say what the file is, if its first bytes are known.
         if data[4:8] == b"ftyp":
             kind = _NOT_READ.format(_ISO_BRANDS.get(data[8:12], "a video or the like"))
+        elif data[128:132] == b"DICM":
+            kind = _NOT_READ.format("DICOM")
         else:
             kinds = (kind for start, kind in _OTHER_FILES.items() if data.lstrip().startswith(start))
             kind = next(kinds, "not an image that can be read" if any(data) else "nothing but zeros")
