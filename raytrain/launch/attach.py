@@ -331,10 +331,10 @@ def _make_run(
     loads = config.worker_load or (1.0,) * world_size
     source = ProcessImages(config, data, rank, loads, cache, reporter, processes, isolated=config.resume)
     opened.enter_context(source)
-    note = (lambda text: reporter.event(Note(text))) if rank == 0 else None
+    note = (lambda text: reporter.note_event(Note(text))) if rank == 0 else None
     images = opened.enter_context(transformed(source, config, spec.transforms, note))
     if isinstance(reporter, AttachedCoordinator):
-        reporter.checked()
+        reporter.note_checked()
     return spec, make_run(spec, images, reporter, device, weights)
 
 
@@ -420,8 +420,8 @@ class AttachedCoordinator(Coordinator):
             final = LoopFailed(str(error), False) if isinstance(error, LoopFailed) else error
             self.give_up(final, trace_of(error))
         elif isinstance(error, Exception):
-            self.worker_failed(0, describe(error), trace_of(error))
-            self.workers_lost({})
+            self.note_worker_failure(0, describe(error), trace_of(error))
+            self.note_lost_workers({})
         self.left_by = error
         self._end_has_come.set()
 
@@ -439,23 +439,23 @@ class MessageReporter:
 
     # Reports that each worker makes.
 
-    def measured(self, use: MachineUse) -> None:
-        self._messages.send(self._topic, ["measured", asdict(use)])
+    def note_machine_use(self, use: MachineUse) -> None:
+        self._messages.send(self._topic, ["note_machine_use", asdict(use)])
 
-    def event(self, event: Event) -> None:
-        self._messages.send(self._topic, ["event", TimedEvent(0, 0.0, event.redacted()).to_json()])
+    def note_event(self, event: Event) -> None:
+        self._messages.send(self._topic, ["note_event", TimedEvent(0, 0.0, event.redacted()).to_json()])
 
-    def waits(self, rank: int, num_workers: int, place: str | None) -> None:
-        self._messages.send(self._topic, ["waits", rank, num_workers, place])
+    def note_wait(self, rank: int, num_workers: int, place: str | None) -> None:
+        self._messages.send(self._topic, ["note_wait", rank, num_workers, place])
 
-    def skip(self, images: Sequence[SkippedImage]) -> None:
-        self._messages.send(self._topic, ["skip", [asdict(image) for image in images]])
+    def note_skipped(self, images: Sequence[SkippedImage]) -> None:
+        self._messages.send(self._topic, ["note_skipped", [asdict(image) for image in images]])
 
-    def retried(self, num_requests: int) -> None:
-        self._messages.send(self._topic, ["retried", num_requests])
+    def note_retries(self, num_requests: int) -> None:
+        self._messages.send(self._topic, ["note_retries", num_requests])
 
-    def decoded_on_cpu(self, num_images: int, reason: str) -> None:
-        self._messages.send(self._topic, ["decoded_on_cpu", num_images, reason])
+    def note_decoded_on_cpu(self, num_images: int, reason: str) -> None:
+        self._messages.send(self._topic, ["note_decoded_on_cpu", num_images, reason])
 
     def stop_requested(self) -> bool:
         """Return whether a signal has asked this process to stop, and pass the request on to process 0 once.
@@ -480,11 +480,11 @@ class MessageReporter:
 
     # Reports that worker 0 makes for all workers. They are never called here, but belong to the protocol of reporters.
 
-    def started(self, num_workers: int, step: int) -> None: ...
+    def note_start(self, num_workers: int, step: int) -> None: ...
 
     def record(self, row: MetricRow) -> None: ...
 
-    def suspicious(self, labels: Sequence[SuspiciousLabel]) -> None: ...
+    def replace_suspicious_labels(self, labels: Sequence[SuspiciousLabel]) -> None: ...
 
     def flush(self) -> None: ...
 
@@ -591,19 +591,19 @@ class AttachedLaunch:
         """
         coordinator = self.coordinator
         match message:
-            case ["measured", use]:
-                coordinator.measured(MachineUse(**use))
-            case ["event", event]:
+            case ["note_machine_use", use]:
+                coordinator.note_machine_use(MachineUse(**use))
+            case ["note_event", event]:
                 _, parsed = parse_event(event)
-                coordinator.event(parsed)
-            case ["waits", int(waiting), int(num_workers), place]:
-                coordinator.waits(waiting, num_workers, place)
-            case ["skip", images]:
-                coordinator.skip([SkippedImage.from_json(image) for image in images])
-            case ["retried", int(num_requests)]:
-                coordinator.retried(num_requests)
-            case ["decoded_on_cpu", int(num_images), str(reason)]:
-                coordinator.decoded_on_cpu(num_images, reason)
+                coordinator.note_event(parsed)
+            case ["note_wait", int(waiting), int(num_workers), place]:
+                coordinator.note_wait(waiting, num_workers, place)
+            case ["note_skipped", images]:
+                coordinator.note_skipped([SkippedImage.from_json(image) for image in images])
+            case ["note_retries", int(num_requests)]:
+                coordinator.note_retries(num_requests)
+            case ["note_decoded_on_cpu", int(num_images), str(reason)]:
+                coordinator.note_decoded_on_cpu(num_images, reason)
             case ["stop", request]:
                 coordinator.request_stop(StopReason.from_json(request))
             case ["fail", str(reason), bool(is_sentence)]:

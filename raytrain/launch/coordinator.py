@@ -82,7 +82,7 @@ class Coordinator(RunMonitor):
         self._first_worker_failure: str | None = None  # of the present attempt
         self._printed: deque[PrintedLine | LoggedRecord] = deque(maxlen=_MAX_PRINTED)
 
-    def printed(self, lines: Sequence[PrintedLine | LoggedRecord]) -> None:
+    def add_printed(self, lines: Sequence[PrintedLine | LoggedRecord]) -> None:
         """Keep lines that a worker has printed, or logged for a file, until the driver takes them."""
         self._printed.extend(lines)
 
@@ -90,7 +90,7 @@ class Coordinator(RunMonitor):
         """Return the lines that workers have printed or logged since the last call."""
         return [self._printed.popleft() for _ in range(len(self._printed))]
 
-    def checked(self) -> None:
+    def note_checked(self) -> None:
         """Note that the network, its weights and the options fit together."""
         self._ending.is_checked = True
 
@@ -122,7 +122,7 @@ class Coordinator(RunMonitor):
         self._end_has_come.set()
         return True
 
-    def waits(self, rank: int, num_workers: int, place: str | None) -> None:
+    def note_wait(self, rank: int, num_workers: int, place: str | None) -> None:
         """Note that a worker has waited long for the others at ``place`` in the loop; None if it waits no more.
 
         If all workers wait, but in different places, none will ever go on, and the run ends by a UsageError. A worker
@@ -145,12 +145,12 @@ class Coordinator(RunMonitor):
             sentence = _WAIT_IN_DIFFERENT_PLACES.format(first_rank, first_place, second_rank, second_place)
             self.give_up(UsageError(sentence))
 
-    def worker_failed(self, rank: int, reason: str, trace: str) -> None:
+    def note_worker_failure(self, rank: int, reason: str, trace: str) -> None:
         """Note why a worker cannot continue; the backend then ends the other workers, too."""
         _log.debug("worker %d failed: %s", rank, redact(trace))
         self._first_worker_failure = self._first_worker_failure or f"worker {rank} failed: {reason}"
 
-    def workers_lost(self, dead: dict[int, str]) -> None:
+    def note_lost_workers(self, dead: dict[int, str]) -> None:
         """Note that the attempt has failed, and why; the backend starts the next one unless there were too many.
 
         ``dead`` says, by rank, how each worker died that could not report a reason, such as "was killed by SIGKILL".
@@ -161,7 +161,7 @@ class Coordinator(RunMonitor):
             or "the workers exited without an error message"
         )
         self._ending.lost, self._first_worker_failure = lost, None
-        self.event(WorkerFailed(lost))
+        self.note_event(WorkerFailed(lost))
 
     def wait_for_end(self, timeout_s: float) -> None:
         """Wait at most ``timeout_s`` seconds until the workers have reported how the run ends."""

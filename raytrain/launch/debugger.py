@@ -36,7 +36,7 @@ def open_at_breakpoints(terminal: str | None, report: Callable[[bool], object]) 
     If the user's variable PYTHONBREAKPOINT names a debugger other than Python's, ``breakpoint()`` opens that one.
     ``report`` is called with True before the debugger first asks for a command, and with False when the loop goes on.
 
-    Example: ``open_at_breakpoints("/dev/pts/1", reporter.debugger)``
+    Example: ``open_at_breakpoints("/dev/pts/1", reporter.note_debugger)``
     """
     debugger: TerminalDebugger | None = None
 

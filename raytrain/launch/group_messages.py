@@ -24,7 +24,7 @@ class GroupMessages:
     of the process may send.
 
     Example:
-        >>> GroupMessages(key).send("worker 1", ["retried", 3])
+        >>> GroupMessages(key).send("worker 1", ["note_retries", 3])
     """
 
     def __init__(self, key: str) -> None:

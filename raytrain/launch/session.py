@@ -142,7 +142,7 @@ class RunSession:
 
             # Look after the workers, and ask whether the run has ended.
             for gpu in self._cost.gpus_without_price - self._reported_gpus:
-                self._monitor.event(Note(f"--price has no price for {gpu}, which counts as nothing"))
+                self._monitor.note_event(Note(f"--price has no price for {gpu}, which counts as nothing"))
                 self._reported_gpus.add(gpu)
             self._launch.poll(snapshot)
             self._print_lines_of_workers()
@@ -207,7 +207,7 @@ class RunSession:
             self._writer.begin(self._launch.config, restarting=prepared.restarting)
             ask_to_stop = prepared.signals.request_stop
             self._tracking.begin(
-                self._launch.config, prepared.store, self._monitor.event, ask_to_stop, sweep=prepared.sweep
+                self._launch.config, prepared.store, self._monitor.note_event, ask_to_stop, sweep=prepared.sweep
             )
             self._phase = RunPhase.RECORDED
 
@@ -218,10 +218,10 @@ class RunSession:
         try:
             difference = record_provenance(self._prepared.store, gathering.finish())
         except StorageError as error:  # the run goes on without this document
-            self._monitor.event(DocumentLost(PROVENANCE, str(error)))
+            self._monitor.note_event(DocumentLost(PROVENANCE, str(error)))
             return
         if difference:
-            self._monitor.event(ProvenanceChanged(difference))
+            self._monitor.note_event(ProvenanceChanged(difference))
 
     def _outcome(self, ending: Ending, *, stopped_before_training: bool) -> Outcome:
         """Return the outcome that the workers reported, or, if they did not, one from what is known about their end.

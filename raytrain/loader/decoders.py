@@ -65,10 +65,10 @@ _MAX_DECODERS = 32  # threads for a worker; this many decode more photographs th
 class ImageReporter(Protocol):
     """Takes reports about images in the worker."""
 
-    def skip(self, images: list[SkippedImage], /) -> object:
+    def note_skipped(self, images: list[SkippedImage], /) -> object:
         """Report images that cannot be used."""
 
-    def retried(self, num_requests: int, /) -> object:
+    def note_retries(self, num_requests: int, /) -> object:
         """Report how many requests to storage were retried."""
 
 
@@ -296,9 +296,9 @@ class Decoders(AbstractContextManager["Decoders"]):
     def report(self, skipped: list[SkippedImage], num_retries: int) -> None:
         """Pass a report of another process, or of this one, on to the reporter: the :data:`Report` of this process."""
         if num_retries:
-            self._reporter.retried(num_retries)
+            self._reporter.note_retries(num_retries)
         if skipped:
-            self._reporter.skip(skipped)
+            self._reporter.note_skipped(skipped)
 
     def _fail(self, error: Exception) -> None:
         """Give ``error`` to whoever waits for a block, or asks for one from now on."""

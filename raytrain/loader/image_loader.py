@@ -539,7 +539,7 @@ class _SkippedImages:
         self.by_key: dict[str, SkippedImage] = {}
         self.num_decoded_on_cpu = 0  # each image as often as it was used
 
-    def skip(self, images: list[SkippedImage]) -> None:
+    def note_skipped(self, images: list[SkippedImage]) -> None:
         """Add ``images`` that cannot be read, and log some of them. Raise UsageError if there are too many."""
         for image in images:
             if image.key in self.by_key:
@@ -556,11 +556,11 @@ class _SkippedImages:
                 f"and max_bad_fraction is {self._config.max_bad_fraction:g}; repair or remove them, or allow more."
             )
 
-    def decoded_on_cpu(self, num_images: int, reason: str) -> None:
+    def note_decoded_on_cpu(self, num_images: int, reason: str) -> None:
         """Count images that the CPU decoded because a GPU cannot, and log the count each time it has doubled."""
         before, self.num_decoded_on_cpu = self.num_decoded_on_cpu, self.num_decoded_on_cpu + num_images
         if before.bit_length() < self.num_decoded_on_cpu.bit_length():  # a power of two lies between them
             _log.warning("Images decoded on the CPU so far: %d, the last one a %s.", self.num_decoded_on_cpu, reason)
 
-    def retried(self, num_requests: int) -> None:
+    def note_retries(self, num_requests: int) -> None:
         """Do nothing: a retried request has succeeded, or its error is reported elsewhere."""

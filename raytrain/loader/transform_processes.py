@@ -148,10 +148,10 @@ def _joined_batch(local: LocalBatch, pieces: Sequence[Future[Block]]) -> LocalBa
 class _Silent:
     """A reporter that is never called: images cannot become unusable here."""
 
-    def skip(self, images: list[SkippedImage]) -> None:
+    def note_skipped(self, images: list[SkippedImage]) -> None:
         """Do nothing."""
 
-    def retried(self, num_requests: int) -> None:
+    def note_retries(self, num_requests: int) -> None:
         """Do nothing."""
 
 

@@ -100,7 +100,7 @@ class RunMonitor:
         self._startup_s: float | None = None
         self._ended_s: float | None = None
 
-    def started(self, num_workers: int, step: int) -> None:
+    def note_start(self, num_workers: int, step: int) -> None:
         """Begin an attempt with ``num_workers`` workers after ``step`` completed steps, and drop later rows.
 
         The clock of the run, which stood still since the last attempt of another process, goes on.
@@ -133,7 +133,7 @@ class RunMonitor:
             self._num_diverged = 0
 
             self._status = "running"
-            self.event(events.TrainingStarted(num_workers, step))
+            self.note_event(events.TrainingStarted(num_workers, step))
 
     def record(self, row: MetricRow) -> None:
         """Add a row of metrics with the seconds of training so far, and check its loss.
@@ -148,10 +148,10 @@ class RunMonitor:
             self._step = max(self._step, row.step)
             if row.kind == "evaluation":
                 self._evaluation = row
-                self.event(events.Evaluated(epoch_of(row.step, self._steps_per_epoch), row.accuracy, row.loss))
+                self.note_event(events.Evaluated(epoch_of(row.step, self._steps_per_epoch), row.accuracy, row.loss))
                 return
             if row.kind == "test":
-                self.event(events.Tested(row.accuracy, row.loss))
+                self.note_event(events.Tested(row.accuracy, row.loss))
                 return
             self._latest = row
             self._first = self._first or row
@@ -162,31 +162,31 @@ class RunMonitor:
                 return
             self._num_diverged += 1
             if self._num_diverged == 1:
-                self.event(events.LossNotFinite(str(row.loss), row.step))
+                self.note_event(events.LossNotFinite(str(row.loss), row.step))
             elif self._num_diverged == _NUM_DIVERGED_ROWS and self.failure is None:
                 which_row = f"the {_NUM_DIVERGED_ROWS}rd row of metrics without a finite one"
                 self.failure = f"the loss is {row.loss} at step {row.step:,}, {which_row}; {DIVERGED_HINT}"
                 self.request_stop(StopReason("diverged", self.failure))
 
-    def measured(self, use: MachineUse) -> None:
+    def note_machine_use(self, use: MachineUse) -> None:
         """Replace what is known of a worker's use of its machine."""
         with self._lock:
             self._machines[use.rank] = use
             self._step = max(self._step, use.step or 0)
 
-    def suspicious(self, labels: Sequence[SuspiciousLabel]) -> None:
+    def replace_suspicious_labels(self, labels: Sequence[SuspiciousLabel]) -> None:
         """Replace the list of training images whose labels look wrong."""
         with self._lock:
             self._suspicious = tuple(labels)
 
-    def skip(self, images: Sequence[SkippedImage]) -> None:
+    def note_skipped(self, images: Sequence[SkippedImage]) -> None:
         """Add images that could not be used to the list, each once. If they are too many, the run fails and stops."""
         with self._lock:
             # Only the first such image is an event; skipped.jsonl lists all.
             is_first = not self._history.skipped_images
             new = self._history.skip(images)
             if is_first and new:
-                self.event(events.ImageSkipped(new[0].key, new[0].reason))
+                self.note_event(events.ImageSkipped(new[0].key, new[0].reason))
 
             # Too many of them mean that the data set is damaged: end the run with a checkpoint.
             if self._skip_limit and self.failure is None:
@@ -199,21 +199,21 @@ class RunMonitor:
         with self._lock:
             return self._history.skipped_images
 
-    def retried(self, num_requests: int) -> None:
+    def note_retries(self, num_requests: int) -> None:
         """Count requests for images that failed and were retried."""
         with self._lock:
             if not self._num_retries:
-                self.event(events.RequestsRetried())
+                self.note_event(events.RequestsRetried())
             self._num_retries += num_requests
 
-    def decoded_on_cpu(self, num_images: int, reason: str) -> None:
+    def note_decoded_on_cpu(self, num_images: int, reason: str) -> None:
         """Count images decoded on CPUs because a GPU cannot decode their kind, ``reason``, such as "PNG"."""
         with self._lock:
             if not self._num_decoded_on_cpu:
-                self.event(events.DecodedOnCpu(reason))
+                self.note_event(events.DecodedOnCpu(reason))
             self._num_decoded_on_cpu += num_images
 
-    def event(self, event: Event) -> None:
+    def note_event(self, event: Event) -> None:
         """Add an event, without secrets, to the history and to the next snapshots."""
         with self._lock:
             timed = TimedEvent(self._num_events, self._elapsed_s(), event.redacted())
@@ -221,7 +221,7 @@ class RunMonitor:
             self._num_events += 1
             self._history.record_event(timed.to_json())
 
-    def debugger(self, is_open: bool) -> None:
+    def note_debugger(self, is_open: bool) -> None:
         """Record that the loop waits in a debugger, or continues.
 
         If it waits, return when the view of this process has shown that, or after some seconds if it hangs.
@@ -242,7 +242,7 @@ class RunMonitor:
         with self._lock:
             if self.stop_request is None and self._ended_s is None:
                 self.stop_request = request
-                self.event(events.StopRequested(request))
+                self.note_event(events.StopRequested(request))
                 self._stop_requested.set()
 
     def wait_for_stop_request(self, timeout_s: float) -> StopReason | None:
@@ -262,7 +262,7 @@ class RunMonitor:
         try:
             self._history.close()
         except Exception as error:  # the outcome of the run is valid whatever storage says
-            self.event(events.DocumentLost("the history", str(error)))
+            self.note_event(events.DocumentLost("the history", str(error)))
 
     def snapshot(self, since: RowCursor = START) -> Snapshot:
         """Return the state of the run, with the rows after the cursor ``since``.
@@ -275,10 +275,10 @@ class RunMonitor:
             self._snapshot_taken.notify_all()
             # The history is written in another thread; its problems with storage become events here.
             for problem in self._history.take_problems():
-                self.event(events.HistoryDamaged(problem))
+                self.note_event(events.HistoryDamaged(problem))
             error = self._history.error
             if error != self._reported_error:
-                self.event(events.StorageWaits(error) if error else events.StorageBack())
+                self.note_event(events.StorageWaits(error) if error else events.StorageBack())
                 self._reported_error = error
 
             # Estimate the time left from the first and the last row of this attempt, so that evaluations and

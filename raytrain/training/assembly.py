@@ -92,15 +92,17 @@ def make_run(
         set_gpu_products(config.precision)
         torch.backends.cudnn.benchmark = True  # worth its trials, because nearly all batches have the same size
     if worker.rank == 0 and (warning := precision_warning(config.precision, device)):
-        reporter.event(Note(warning))  # before the first step, which may take minutes if the warning holds
+        reporter.note_event(Note(warning))  # before the first step, which may take minutes if the warning holds
     if worker.world_size == 1 and config.gradient_dtype is not None:
-        reporter.event(Note(f"--gradient-dtype {config.gradient_dtype} changes nothing: one worker sends no gradients"))
+        reporter.note_event(
+            Note(f"--gradient-dtype {config.gradient_dtype} changes nothing: one worker sends no gradients")
+        )
     if worker.rank == 0:
         for note in transfer.notes_on_weights(config, spec.classes, weights):
-            reporter.event(Note(note))
+            reporter.note_event(Note(note))
 
     # Read the newest checkpoint, from which each object is restored when the loop prepares it.
-    checkpoints = Checkpoints(spec.store, spec.identity, config.keep_checkpoints, report=reporter.event)
+    checkpoints = Checkpoints(spec.store, spec.identity, config.keep_checkpoints, report=reporter.note_event)
     restored = checkpoints.load_newest(device)
     state = CheckpointState(restored.state if restored else {}, worker.rank)
     progress = restored.progress if restored else Progress()
@@ -129,8 +131,8 @@ def make_run(
         state=state,
         steps=steps,
         margins=margins,
-        gallery=Gallery(config, spec.classes, spec.store, reporter.event),
-        files=RunFiles(spec.store, worker.rank, reporter.event),
+        gallery=Gallery(config, spec.classes, spec.store, reporter.note_event),
+        files=RunFiles(spec.store, worker.rank, reporter.note_event),
         evaluation=evaluate_prepared,
         has_test="test" in spec.held_out_plans,
     )
@@ -153,12 +155,12 @@ def train_run(spec: RunSpec, run: Run) -> Outcome:
             variables_before = states_of_variables(train)
             returned = train(run)
             if returned is not None and run.rank == 0:
-                run.reporter.event(Note(_RETURNED.format(type(returned).__name__)))
+                run.reporter.note_event(Note(_RETURNED.format(type(returned).__name__)))
             # A script that has given its loop as a function may read its variables later, but copies have changed.
             is_of_script = spec.loop is not None and spec.config.loop is None
             note = note_on_changes(variables_before, states_of_variables(train)) if is_of_script else None
             if note is not None and run.rank == 0:
-                run.reporter.event(Note(note))
+                run.reporter.note_event(Note(note))
         return run.finish()
 
 

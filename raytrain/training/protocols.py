@@ -54,10 +54,10 @@ class BatchSource(Protocol):
 class DecodeReporter(Protocol):
     """Takes reports of training images that a worker could not read, or not decode on its GPU."""
 
-    def skip(self, images: list[SkippedImage], /) -> object:
+    def note_skipped(self, images: list[SkippedImage], /) -> object:
         """Note training images that cannot be read, and are therefore not used."""
 
-    def decoded_on_cpu(self, num_images: int, reason: str, /) -> object:
+    def note_decoded_on_cpu(self, num_images: int, reason: str, /) -> object:
         """Note that a GPU could not decode ``num_images`` of the kind ``reason``, such as "PNG", and a CPU did."""
 
 
@@ -67,25 +67,25 @@ class Reporter(DecodeReporter, Protocol):
     All calls but ``flush`` return at once.
     """
 
-    def started(self, num_workers: int, step: int) -> None:
+    def note_start(self, num_workers: int, step: int) -> None:
         """Note that ``num_workers`` workers begin to train, after ``step`` completed steps."""
 
     def record(self, row: MetricRow) -> None:
         """Add a row to the run's metrics history."""
 
-    def measured(self, use: MachineUse) -> None:
+    def note_machine_use(self, use: MachineUse) -> None:
         """Note how fast this worker is and how its machine is used. Every worker calls this every few seconds."""
 
-    def event(self, event: Event) -> None:
+    def note_event(self, event: Event) -> None:
         """Note an event that whoever watches the run should read."""
 
-    def waits(self, rank: int, num_workers: int, place: str | None) -> None:
+    def note_wait(self, rank: int, num_workers: int, place: str | None) -> None:
         """Note the ``place`` in the code where worker ``rank`` waits long for the others; None once it has continued.
 
         While it waits, this is called again and again.
         """
 
-    def suspicious(self, labels: Sequence[SuspiciousLabel]) -> None:
+    def replace_suspicious_labels(self, labels: Sequence[SuspiciousLabel]) -> None:
         """Replace the list of training images whose labels look wrong; the worst comes first."""
 
     def flush(self) -> None:

@@ -575,7 +575,7 @@ class Run:
         self.gallery.write(step, self.rank, self.world_size)
         suspicious = self.margins.lowest(NUM_SUSPICIOUS_SHOWN)
         if self.rank == 0:
-            self.reporter.suspicious(suspicious)
+            self.reporter.replace_suspicious_labels(suspicious)
         self.steps.metrics.exclude(time.perf_counter() - started)
         return measured
 

@@ -44,7 +44,7 @@ class RunFiles:
     ``report`` gets a note that the files are kept, and an event for each file that is lost or not fetched.
 
     Example:
-        >>> files = RunFiles(store, rank=0, report=reporter.event)
+        >>> files = RunFiles(store, rank=0, report=reporter.note_event)
         >>> torch.save(model.state_dict(), files.folder / "best.pt")
         >>> files.keep_changes()  # between two batches
         >>> files.close()

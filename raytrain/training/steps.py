@@ -133,7 +133,7 @@ class Steps:
         self._schedule = CheckpointSchedule(config, plan.steps_per_epoch, progress.step if resumes else None)
         self._early_stop = EarlyStop(config)
         self._trace = SampleTrace(checkpoints.store, worker.rank, progress.step) if config.trace else None
-        self._machine = MachineMeter(worker.rank, worker.device, reporter.measured)
+        self._machine = MachineMeter(worker.rank, worker.device, reporter.note_machine_use)
         self.metrics = StepMetrics(worker, self._record, progress.samples_seen)
         self.optimizers = OptimizerSteps(config, models, state, worker, self.share, plan.num_steps)
         self.watch = LoopWatch(config, worker, models, self.report_once)
@@ -554,21 +554,21 @@ class Steps:
             state = {**self._state.state_dict(), **metrics, **swapped}
             self._checkpoints.save(state, progress, before=self._reporter.flush)
         elif self._worker.rank == 0:
-            self._reporter.event(CheckpointSkipped(step, f"the weight {not_finite} is not finite"))
+            self._reporter.note_event(CheckpointSkipped(step, f"the weight {not_finite} is not finite"))
 
     # What is reported and recorded.
 
     def report_start(self) -> None:
         """Report, once in an attempt, that the workers train; then the driver begins to read ahead."""
         if self._worker.rank == 0 and not self._start_is_reported:
-            self._reporter.started(self._worker.world_size, self.progress.step)
+            self._reporter.note_start(self._worker.world_size, self.progress.step)
         self._start_is_reported = True
 
     def report_once(self, note: str) -> None:
         """Report a ``note`` to whoever watches the run, unless this attempt has reported it."""
         if self._worker.rank == 0 and note not in self._reported_notes:
             self._reported_notes.add(note)
-            self._reporter.event(Note(note))
+            self._reporter.note_event(Note(note))
 
     def _record(self, row: MetricRow) -> None:
         """Add a ``row`` to the history: worker 0 sends it to its reporter.

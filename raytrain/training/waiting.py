@@ -58,11 +58,11 @@ def _poll(
         while not ended.wait(poll_every_s):
             current = _wait_location(sys._current_frames().get(thread), steps)  # pyright: ignore[reportPrivateUsage]
             if location is not None and current != location and num_polls >= _NUM_POLLS:
-                reporter.waits(worker.rank, worker.world_size, None)
+                reporter.note_wait(worker.rank, worker.world_size, None)
             num_polls = num_polls + 1 if current == location else 0
             location = current
             if location is not None and num_polls >= _NUM_POLLS:  # repeated, to show that the worker still waits
-                reporter.waits(worker.rank, worker.world_size, location)
+                reporter.note_wait(worker.rank, worker.world_size, location)
 
 
 def _wait_location(frame: FrameType | None, steps: Steps) -> str | None:

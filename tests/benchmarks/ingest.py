@@ -168,7 +168,7 @@ def read_local_batches(run: Any, folder: str) -> None:
     from raytrain.data.prefetch import Prefetch
     from raytrain.training.steps import LoopPhase
 
-    run.reporter.started(run.world_size, 0)  # The driver waits for this before it fills the cache.
+    run.reporter.note_start(run.world_size, 0)  # The driver waits for this before it fills the cache.
     local_batches = Prefetch(run.batches.source.train(0), run.config.prefetch)
     arrays = ((each.batch.epoch, np.require(each.images, requirements=["C", "W"])) for each in local_batches)
     read(((epoch, torch.from_numpy(images)) for epoch, images in arrays), run.rank, folder)

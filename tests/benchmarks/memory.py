@@ -72,7 +72,7 @@ def _grown(num_images: int, growth: float) -> Any:
 
 
 def read(run: Any, folder: str) -> None:
-    run.reporter.started(run.world_size, 0)
+    run.reporter.note_start(run.world_size, 0)
     with Peak() as peak:
         num_images = sum(len(local_batch.labels) for local_batch in run.batches.source.train(0))
     Path(folder, f"worker-{run.rank}.json").write_text(

@@ -29,16 +29,16 @@ def bad(*numbers: int) -> list[SkippedImage]:
 
 def test_a_run_continues_while_at_most_the_allowed_fraction_of_images_is_bad(make: Make) -> None:
     monitor = make(SkipLimit(num_images=300, max_bad_fraction=0.01))
-    monitor.skip(bad(1, 2))
-    monitor.skip(bad(2, 3))
-    monitor.skip(bad(1, 2, 3))  # In the next epoch.
+    monitor.note_skipped(bad(1, 2))
+    monitor.note_skipped(bad(2, 3))
+    monitor.note_skipped(bad(1, 2, 3))  # In the next epoch.
     assert monitor.failure is None and monitor.wait_for_stop_request(0) is None
     monitor.finish("finished")
 
 
 def test_a_run_with_too_many_bad_images_is_stopped_with_the_numbers(make: Make) -> None:
     monitor = make(SkipLimit(num_images=300, max_bad_fraction=0.01))
-    monitor.skip(bad(1, 2, 3, 4))
+    monitor.note_skipped(bad(1, 2, 3, 4))
     request = monitor.wait_for_stop_request(30)
     assert request is not None
     assert (
@@ -54,21 +54,21 @@ def test_a_run_with_too_many_bad_images_is_stopped_with_the_numbers(make: Make) 
 
 def test_images_skipped_before_a_resume_count_towards_the_limit(make: Make) -> None:
     before = make(SkipLimit(num_images=300))
-    before.skip(bad(1, 2, 3, 4))
+    before.note_skipped(bad(1, 2, 3, 4))
     before.finish("failed")
     after = make(SkipLimit(num_images=300))
-    after.skip(bad(2))
+    after.note_skipped(bad(2))
     assert after.failure and after.failure.startswith("4 of 300 images")
     after.finish("failed")
     allowed = make(SkipLimit(num_images=300, max_bad_fraction=0.02))
-    allowed.skip(bad(2))
+    allowed.note_skipped(bad(2))
     assert allowed.failure is None
     allowed.finish("finished")
 
 
 def test_with_a_fraction_of_0_a_run_stops_at_the_first_bad_image(make: Make) -> None:
     monitor = make(SkipLimit(num_images=10**6, max_bad_fraction=0.0))
-    monitor.skip(bad(7))
+    monitor.note_skipped(bad(7))
     assert monitor.stop_request is not None
     assert (
         monitor.failure

@@ -26,10 +26,10 @@ class Recorder:
         self.skipped: list[SkippedImage] = []
         self.retries = 0
 
-    def skip(self, images: list[SkippedImage]) -> None:
+    def note_skipped(self, images: list[SkippedImage]) -> None:
         self.skipped += images
 
-    def retried(self, num_requests: int) -> None:
+    def note_retries(self, num_requests: int) -> None:
         self.retries += num_requests
 
 

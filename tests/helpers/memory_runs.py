@@ -109,22 +109,22 @@ class Recorder:
         self.skipped: list[SkippedImage] = []
         self.on_cpu: Counter[str] = Counter()
 
-    def started(self, num_workers: int, step: int) -> None:
+    def note_start(self, num_workers: int, step: int) -> None:
         self.started_after.append(step)
 
     def flush(self) -> None: ...
-    def retried(self, num_requests: int) -> None: ...
-    def measured(self, use: MachineUse) -> None: ...
-    def waits(self, rank: int, num_workers: int, place: str | None) -> None: ...
-    def suspicious(self, labels: Sequence[SuspiciousLabel]) -> None: ...
+    def note_retries(self, num_requests: int) -> None: ...
+    def note_machine_use(self, use: MachineUse) -> None: ...
+    def note_wait(self, rank: int, num_workers: int, place: str | None) -> None: ...
+    def replace_suspicious_labels(self, labels: Sequence[SuspiciousLabel]) -> None: ...
 
-    def skip(self, images: list[SkippedImage]) -> None:
+    def note_skipped(self, images: list[SkippedImage]) -> None:
         self.skipped += images
 
-    def decoded_on_cpu(self, num_images: int, reason: str) -> None:
+    def note_decoded_on_cpu(self, num_images: int, reason: str) -> None:
         self.on_cpu[reason] += num_images
 
-    def event(self, event: Event) -> None:
+    def note_event(self, event: Event) -> None:
         self.events.append(event)
 
     def record(self, row: MetricRow) -> None:

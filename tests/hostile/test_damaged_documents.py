@@ -124,7 +124,7 @@ def test_rows_with_other_values(
 def test_a_resumed_run_continues_its_history_and_says_what_is_lost(store: Store) -> None:
     store.put(METRICS, store.get(METRICS) + bytes(50) + b'\n{"kind"')
     monitor = RunMonitor("first", 10, 5, History(store))
-    monitor.started(1, 3)
+    monitor.note_start(1, 3)
     monitor.snapshot()
     monitor.record(MetricRow(kind="step", step=4, epoch=1))
     snapshot = monitor.snapshot()

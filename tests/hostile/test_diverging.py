@@ -113,7 +113,7 @@ def test_rows_that_recover_or_have_no_loss_do_not_count(tmp_path: Path) -> None:
     for step, loss in enumerate([math.nan, math.nan, 1.0, math.nan, math.nan, None, 0.5, math.nan], start=1):
         watched.record(row(step, loss))
     assert watched.failure is None
-    watched.started(1, 8)
+    watched.note_start(1, 8)
     for step in (9, 10):
         watched.record(row(step, math.nan))
     assert watched.failure is None

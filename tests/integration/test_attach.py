@@ -237,7 +237,7 @@ def exchange() -> list[Any]:
     messages = GroupMessages("run")
     if dist.get_rank() == 1:
         for number in range(3):
-            messages.send("worker 1", ["retried", number])
+            messages.send("worker 1", ["note_retries", number])
     dist.barrier()
     if dist.get_rank() == 1:
         return [messages.take("worker 2")]
@@ -245,4 +245,7 @@ def exchange() -> list[Any]:
 
 
 def test_messages_arrive_once_and_in_order() -> None:
-    assert run_in_processes(2, exchange) == [[["retried", 0], ["retried", 1], ["retried", 2], None], [None]]
+    assert run_in_processes(2, exchange) == [
+        [["note_retries", 0], ["note_retries", 1], ["note_retries", 2], None],
+        [None],
+    ]

@@ -134,8 +134,8 @@ class Telling(Recorder):
         super().__init__()
         self._call = Caller(calls)
 
-    def waits(self, rank: int, num_workers: int, place: str | None) -> None:
-        self._call("waits", rank, num_workers, place)
+    def note_wait(self, rank: int, num_workers: int, place: str | None) -> None:
+        self._call("note_wait", rank, num_workers, place)
         if self._call("ending").error is not None:
             os._exit(1)  # the worker would wait until torch's timeout
 
@@ -195,15 +195,15 @@ def test_loops_out_of_step_end_with_the_lines_that_wait(
 
 def test_workers_that_wait_for_a_slow_one_or_stand_still_go_on(coordinator: Coordinator) -> None:
     for place in ("here", "here", "here"):
-        coordinator.waits(1, 2, place)  # worker 0 is slow
-    coordinator.waits(0, 2, None)  # it reads, and waits for nobody
+        coordinator.note_wait(1, 2, place)  # worker 0 is slow
+    coordinator.note_wait(0, 2, None)  # it reads, and waits for nobody
     assert coordinator.ending().error is None
-    coordinator.waits(0, 2, "there")  # it has come, and worker 1 is stopped, or on its way to there
-    coordinator.waits(0, 2, "there")
-    coordinator.waits(1, 2, None)
+    coordinator.note_wait(0, 2, "there")  # it has come, and worker 1 is stopped, or on its way to there
+    coordinator.note_wait(0, 2, "there")
+    coordinator.note_wait(1, 2, None)
     for rank in (0, 1, 0, 1):
-        coordinator.waits(rank, 2, "there")  # the network is down
+        coordinator.note_wait(rank, 2, "there")  # the network is down
     assert coordinator.ending().error is None
     for rank in (0, 1, 0, 1):
-        coordinator.waits(rank, 2, f"line {rank}")
+        coordinator.note_wait(rank, 2, f"line {rank}")
     assert "worker 0 line 0, and worker 1 line 1" in str(coordinator.ending().error)

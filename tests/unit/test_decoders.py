@@ -94,7 +94,7 @@ def test_an_error_of_the_reporter_ends_what_waits() -> None:
         raise UsageError("too many images are skipped")
 
     reading = Reading()
-    reading.recorder.skip = refuse
+    reading.recorder.note_skipped = refuse
     with reading.decoders:
         for _ in range(2):
             with pytest.raises(UsageError, match="too many"):

@@ -51,8 +51,8 @@ def test_the_heartbeat_tells_of_the_machines(store: Store, config: ResolvedConfi
     documents = DocumentWriter(store, num_steps=100)
     documents.begin(config)
     use = MachineUse(rank=0, node="n", images_per_s=10.0, data_wait_fraction=0.5)
-    monitor.started(num_workers=1, step=0)
-    monitor.measured(use)
+    monitor.note_start(num_workers=1, step=0)
+    monitor.note_machine_use(use)
     documents.heartbeat(monitor.snapshot())
     assert read_machines(store) == (use,)
     [worker] = read_machine_history(store).to_json()["workers"]
@@ -74,9 +74,9 @@ def test_an_old_stop_request_is_cleared_unless_the_run_restarts_itself(
 def test_every_event_is_logged_once(store: Store, monitor: RunMonitor, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="raytrain")
     documents = DocumentWriter(store, num_steps=100)
-    monitor.started(num_workers=2, step=0)
+    monitor.note_start(num_workers=2, step=0)
     documents.heartbeat(monitor.snapshot())
-    monitor.event(CheckpointWritten("checkpoints/step-000000020.pt", 20))
+    monitor.note_event(CheckpointWritten("checkpoints/step-000000020.pt", 20))
     documents.heartbeat(monitor.snapshot())
     assert [record.getMessage() for record in caplog.records] == [
         "first: training_started num_workers=2 step=0",
@@ -86,7 +86,7 @@ def test_every_event_is_logged_once(store: Store, monitor: RunMonitor, caplog: p
 
 def test_the_summary_says_how_the_run_ended(store: Store, monitor: RunMonitor) -> None:
     documents = DocumentWriter(store, num_steps=100)
-    monitor.started(num_workers=2, step=0)
+    monitor.note_start(num_workers=2, step=0)
     monitor.request_stop(StopReason("signal", "SIGINT"))
     progress = Progress(step=50, samples_seen=400, validation_accuracy=0.75, validation_loss=0.5, evaluated_step=40)
     outcome = Outcome(status="stopped", progress=progress, checkpoint="checkpoints/step-000000050.pt")
@@ -100,7 +100,7 @@ def test_the_summary_says_how_the_run_ended(store: Store, monitor: RunMonitor) -
 
 
 def test_if_the_workers_report_no_result_it_is_taken_from_the_monitor(store: Store, monitor: RunMonitor) -> None:
-    monitor.started(num_workers=1, step=0)
+    monitor.note_start(num_workers=1, step=0)
     monitor.record(MetricRow(kind="step", step=30, epoch=1, samples_seen=240))
     monitor.record(MetricRow(kind="evaluation", step=30, epoch=1, metrics={"accuracy": 0.5, "loss": 1.5}))
     progress = progress_of(monitor.snapshot(), 0)
@@ -113,7 +113,7 @@ def test_if_the_workers_report_no_result_it_is_taken_from_the_monitor(store: Sto
 
 
 def test_a_run_that_ends_before_it_resumes_has_come_as_far_as_its_checkpoint(store: Store, monitor: RunMonitor) -> None:
-    monitor.started(num_workers=1, step=0)
+    monitor.note_start(num_workers=1, step=0)
     for step in (10, 20, 30):
         monitor.record(MetricRow(kind="step", step=step, epoch=1, samples_seen=8 * step))
     monitor.finish("failed")

@@ -83,25 +83,25 @@ def test_time_counts_from_when_the_user_started_the_run(store: Store, clock: Clo
     monitor = new()
     assert monitor.snapshot().elapsed_s == 20 and monitor.snapshot().startup_s is None
     clock.now_s += 15
-    monitor.started(num_workers=2, step=0)
+    monitor.note_start(num_workers=2, step=0)
     clock.now_s += 5
     monitor.record(step_row(8))
     assert monitor.snapshot().elapsed_s == 40 and monitor.snapshot().startup_s == 35
-    monitor.started(num_workers=2, step=0)  # after a failure: the start-up is over
+    monitor.note_start(num_workers=2, step=0)  # after a failure: the start-up is over
     assert monitor.snapshot().elapsed_s == 40 and monitor.snapshot().startup_s == 35
     monitor.record(step_row(8))
     monitor.finish("stopped")
 
     resumed = new()
     clock.now_s += 10
-    resumed.started(num_workers=1, step=8)
+    resumed.note_start(num_workers=1, step=8)
     assert resumed.snapshot().startup_s == 30
     assert resumed.snapshot().elapsed_s == 70, "both lives of the run, with both starts"
 
 
 def test_a_snapshot_has_the_state_of_the_run(monitor: RunMonitor, clock: Clock) -> None:
     assert monitor.snapshot().status == "starting"
-    monitor.started(num_workers=2, step=0)
+    monitor.note_start(num_workers=2, step=0)
     clock.now_s += 10
     monitor.record(step_row(40))
     monitor.record(evaluation_row(40))
@@ -126,7 +126,7 @@ def test_custom_metrics_of_a_loop_are_kept(monitor: RunMonitor) -> None:
 
 
 def test_the_time_left_is_estimated_from_the_speed_so_far(monitor: RunMonitor, clock: Clock) -> None:
-    monitor.started(num_workers=2, step=0)
+    monitor.note_start(num_workers=2, step=0)
     clock.now_s += 300  # The start-up does not count.
     monitor.record(step_row(10))
     assert monitor.snapshot().time_left_s is None
@@ -144,17 +144,17 @@ def test_the_latest_use_of_each_machine_is_kept_until_the_workers_are_others(mon
     def use(rank: int, images_per_s: float) -> MachineUse:
         return MachineUse(rank=rank, node="n", step=7, images_per_s=images_per_s, data_wait_fraction=0.0)
 
-    monitor.started(num_workers=2, step=0)
+    monitor.note_start(num_workers=2, step=0)
     for rank, speed in ((1, 10.0), (0, 20.0), (1, 30.0)):
-        monitor.measured(use(rank, speed))
+        monitor.note_machine_use(use(rank, speed))
     assert [(use.rank, use.images_per_s) for use in monitor.snapshot().machines] == [(0, 20.0), (1, 30.0)]
     assert monitor.snapshot().step == 7  # before the first row, too
-    monitor.started(num_workers=1, step=0)
+    monitor.note_start(num_workers=1, step=0)
     assert monitor.snapshot().machines == ()
 
 
 def test_a_viewer_gets_only_new_rows(monitor: RunMonitor) -> None:
-    monitor.started(num_workers=1, step=0)
+    monitor.note_start(num_workers=1, step=0)
     monitor.record(step_row(1))
     first = monitor.snapshot()
     monitor.record(step_row(2))
@@ -173,11 +173,11 @@ def test_after_a_restart_a_viewer_has_the_same_rows_as_the_history(monitor: RunM
         seen[snapshot.first_row :] = snapshot.rows
         cursor = snapshot.cursor
 
-    monitor.started(num_workers=3, step=0)
+    monitor.note_start(num_workers=3, step=0)
     for step in (10, 20, 30):
         monitor.record(step_row(step, loss=9.0))
         look()
-    monitor.started(num_workers=2, step=20)
+    monitor.note_start(num_workers=2, step=20)
     for step in (30, 40, 50):
         monitor.record(step_row(step, loss=1.0))
     look()
@@ -187,14 +187,14 @@ def test_after_a_restart_a_viewer_has_the_same_rows_as_the_history(monitor: RunM
 
 
 def test_a_resumed_run_continues_its_rows_and_its_elapsed_time(monitor: RunMonitor, store: Store, clock: Clock) -> None:
-    monitor.started(num_workers=1, step=0)
+    monitor.note_start(num_workers=1, step=0)
     for step in (10, 20, 30):
         clock.now_s += 60
         monitor.record(step_row(step))
     monitor.finish("stopped")
 
     resumed = RunMonitor("first", num_steps=100, steps_per_epoch=40, history=History(store), clock=clock)
-    resumed.started(num_workers=2, step=20)
+    resumed.note_start(num_workers=2, step=20)
     snapshot = resumed.snapshot()
     assert [row.step for row in snapshot.rows] == [10, 20]
     assert snapshot.step == 20
@@ -230,7 +230,7 @@ def test_a_run_that_has_ended_ignores_stop_requests(monitor: RunMonitor, clock: 
 
 
 def test_a_run_that_has_ended_is_at_the_step_of_its_result(monitor: RunMonitor) -> None:
-    monitor.started(2, 0)
+    monitor.note_start(2, 0)
     monitor.record(step_row(30))
     assert monitor.snapshot().step == 30
     monitor.finish("stopped", train_result(steps=32))  # the checkpoint's: no row was due after step 30
@@ -239,15 +239,15 @@ def test_a_run_that_has_ended_is_at_the_step_of_its_result(monitor: RunMonitor) 
 
 def test_a_run_without_a_step_is_in_no_epoch(monitor: RunMonitor) -> None:
     assert monitor.snapshot().epoch == 0
-    monitor.started(2, 0)
+    monitor.note_start(2, 0)
     assert monitor.snapshot().epoch == 0
     monitor.record(step_row(1))
     assert monitor.snapshot().epoch == 1
 
 
 def test_a_skipped_image_counts_once_and_only_the_first_is_an_event(monitor: RunMonitor, store: Store) -> None:
-    monitor.skip([SkippedImage("cat/a.jpg", "truncated"), SkippedImage("cat/b.jpg", "empty")])
-    monitor.skip([SkippedImage("cat/a.jpg", "truncated"), SkippedImage("dog/c.jpg", "empty")])
+    monitor.note_skipped([SkippedImage("cat/a.jpg", "truncated"), SkippedImage("cat/b.jpg", "empty")])
+    monitor.note_skipped([SkippedImage("cat/a.jpg", "truncated"), SkippedImage("dog/c.jpg", "empty")])
     snapshot = monitor.snapshot()
     assert snapshot.num_skipped == 3
     assert events_of(monitor) == [ImageSkipped("cat/a.jpg", "truncated")]
@@ -256,8 +256,8 @@ def test_a_skipped_image_counts_once_and_only_the_first_is_an_event(monitor: Run
 
 
 def test_retries_are_counted_and_only_the_first_is_an_event(monitor: RunMonitor) -> None:
-    monitor.retried(3)
-    monitor.retried(4)
+    monitor.note_retries(3)
+    monitor.note_retries(4)
     snapshot = monitor.snapshot()
     assert snapshot.num_retries == 7
     assert events_of(monitor) == [RequestsRetried()]
@@ -295,7 +295,7 @@ def until_events(monitor: RunMonitor, num_events: int) -> list[Event]:
 
 
 def test_recording_from_many_threads_loses_nothing(monitor: RunMonitor, store: Store) -> None:
-    monitor.started(num_workers=4, step=0)
+    monitor.note_start(num_workers=4, step=0)
     threads = [
         threading.Thread(target=lambda: [monitor.record(step_row(step)) for step in range(1, 251)]) for _ in range(4)
     ]
@@ -310,7 +310,7 @@ def test_recording_from_many_threads_loses_nothing(monitor: RunMonitor, store: S
 
 def test_events_hold_no_secret(monitor: RunMonitor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_API_KEY", "hidden-word")
-    monitor.event(Note("https://me:hidden-too@host refused hidden-word, s3://bucket/a@b is fine"))
+    monitor.note_event(Note("https://me:hidden-too@host refused hidden-word, s3://bucket/a@b is fine"))
     monitor.request_stop(StopReason("caller", "hidden-word"))
     assert events_of(monitor) == [
         Note("https://…@host refused …, s3://bucket/a@b is fine"),

@@ -93,16 +93,16 @@ def run(images: Path, storage: Path, train: Callable[[Coordinator], None], signa
 
 def train_until_stopped(coordinator: Coordinator) -> None:
     """Report the start, and end as soon as a stop has been requested."""
-    coordinator.checked()
+    coordinator.note_checked()
     if coordinator.snapshot().status == "starting":
-        coordinator.started(2, 0)
+        coordinator.note_start(2, 0)
     elif coordinator.wait_for_stop_request(0.0) is not None:
         coordinator.conclude(STOPPED)
 
 
 def test_a_run_is_written_down_once_its_workers_have_checked_it_and_then_its_end(images: Path, tmp_path: Path) -> None:
     store = run_store(str(tmp_path), "run")
-    steps: list[Callable[[Coordinator], None]] = [lambda run: run.checked(), lambda run: run.started(2, 0)]
+    steps: list[Callable[[Coordinator], None]] = [lambda run: run.note_checked(), lambda run: run.note_start(2, 0)]
 
     def train(coordinator: Coordinator) -> None:
         if steps:
@@ -150,8 +150,8 @@ def test_a_run_that_has_cost_its_limit_stops_and_says_so(images: Path, tmp_path:
 
 def test_the_images_whose_labels_look_wrong_are_written_with_their_pictures(images: Path, tmp_path: Path) -> None:
     def train(coordinator: Coordinator) -> None:
-        coordinator.checked()
-        coordinator.suspicious([SuspiciousLabel(5, 2, -1.5, 2.0, 1), SuspiciousLabel(0, 2, 0.5, 0.1, 2)])
+        coordinator.note_checked()
+        coordinator.replace_suspicious_labels([SuspiciousLabel(5, 2, -1.5, 2.0, 1), SuspiciousLabel(0, 2, 0.5, 0.1, 2)])
         coordinator.conclude(DONE)
 
     with session(images, tmp_path, train) as (opened, _):
@@ -171,8 +171,8 @@ def test_pictures_that_cannot_be_made_cost_no_run(
         raise error
 
     def train(coordinator: Coordinator) -> None:
-        coordinator.checked()
-        coordinator.suspicious([SuspiciousLabel(5, 2, -1.5, 2.0, 1)])
+        coordinator.note_checked()
+        coordinator.replace_suspicious_labels([SuspiciousLabel(5, 2, -1.5, 2.0, 1)])
         coordinator.conclude(DONE)
 
     # A process without descriptors would fail at many other places, too.
@@ -213,9 +213,9 @@ def test_storage_that_hangs_holds_up_neither_a_stop_nor_the_views(
     monkeypatch.setattr(document_writer, "write_status", hang)
 
     def train(coordinator: Coordinator) -> None:
-        coordinator.checked()
+        coordinator.note_checked()
         if coordinator.snapshot().status == "starting":
-            coordinator.started(2, 0)
+            coordinator.note_start(2, 0)
         signals.request_stop(StopReason("caller", "enough"))
         if coordinator.wait_for_stop_request(0.0) is not None:  # and storage still hangs
             free.set()
@@ -237,8 +237,8 @@ def test_an_error_before_the_run_is_written_down_is_raised_as_it_is_and_leaves_n
 
 def test_an_error_of_a_run_that_trains_and_what_only_the_monitor_knows_fail_it(images: Path, tmp_path: Path) -> None:
     def train(coordinator: Coordinator) -> None:
-        coordinator.checked()
-        coordinator.started(2, 0)
+        coordinator.note_checked()
+        coordinator.note_start(2, 0)
         coordinator.give_up(UsageError("the loop is wrong."))
 
     with session(images, tmp_path, train) as (opened, launch), pytest.raises(TrainingFailed, match="the loop is wrong"):
@@ -253,15 +253,15 @@ def test_a_loop_that_fails_after_steps_may_start_again_until_it_fails_in_the_sam
     caplog.set_level(logging.DEBUG, "raytrain")
     with session(images, tmp_path, lambda _: None) as (opened, launch):
         coordinator = launch.coordinator
-        coordinator.started(2, 0)
+        coordinator.note_start(2, 0)
         assert [coordinator.give_up(later) for _ in range(2)] == [False, False], "of the two workers"
-        coordinator.workers_lost({})
+        coordinator.note_lost_workers({})
         assert coordinator.ending().lost == str(later)
-        coordinator.started(2, 0)
+        coordinator.note_start(2, 0)
         assert not coordinator.give_up(
             LoopFailed("its loop failed after step 5: ValueError: odd.", restart_may_help=True)
         )
-        coordinator.checked()
+        coordinator.note_checked()
         assert coordinator.give_up(later, "the trace")
         with pytest.raises(TrainingFailed, match="failed after step 3"):
             opened.watch()
@@ -286,8 +286,8 @@ def test_a_run_that_failed_says_how_to_go_on_and_names_no_command_that_would_tra
     images: Path, tmp_path: Path, steps: int, advice: str, loop: Callable[..., None] | None, how: str
 ) -> None:
     def give_up(coordinator: Coordinator) -> None:
-        coordinator.checked()
-        coordinator.started(2, 0)
+        coordinator.note_checked()
+        coordinator.note_start(2, 0)
         for step in range(1, steps + 1):
             coordinator.record(step_row(step))
         coordinator.give_up(LoopFailed("its loop failed.", restart_may_help=False))
@@ -301,9 +301,9 @@ def test_a_run_that_failed_says_how_to_go_on_and_names_no_command_that_would_tra
 
 def test_workers_that_end_without_a_word_fail_the_run_with_what_is_known(images: Path, tmp_path: Path) -> None:
     def train(coordinator: Coordinator) -> None:
-        coordinator.checked()
-        coordinator.started(2, 0)
-        coordinator.workers_lost({1: "was killed by SIGKILL"})
+        coordinator.note_checked()
+        coordinator.note_start(2, 0)
+        coordinator.note_lost_workers({1: "was killed by SIGKILL"})
 
     with session(images, tmp_path, train) as (opened, launch):
         launch.wait = lambda timeout_s: launch.coordinator.ending().lost is not None  # pyright: ignore
@@ -315,7 +315,7 @@ def test_a_lost_coordinator_leaves_a_run_that_starts_again(images: Path, tmp_pat
     lost = CoordinatorLost("The process has died.", "run", str(tmp_path / "run"))
 
     def train(coordinator: Coordinator) -> None:
-        coordinator.checked()
+        coordinator.note_checked()
         if run_store(str(tmp_path), "run").exists(CONFIG):
             raise lost
 

@@ -61,7 +61,7 @@ class Trainer:
         store = run_store(config.storage, name)
         write_config(store, config)
         monitor = RunMonitor(name, EPOCHS, 1, History(store))
-        monitor.started(1, 0)
+        monitor.note_start(1, 0)
         for epoch in range(1, EPOCHS + 1):
             accuracy = self.accuracy(config, epoch)
             measured = {"accuracy": accuracy, "loss": accuracy}  # so that the lowest loss is another trial's

@@ -74,7 +74,7 @@ class Trainer:
         write_config(store, config)
         history = History(store)
         monitor = RunMonitor(name, EPOCHS, 1, history)
-        monitor.started(1, 0)
+        monitor.note_start(1, 0)
         assert request.view is not None and isinstance(config.learning_rate, float)
         if name in self.untrained:
             monitor.record(MetricRow(kind="evaluation", step=0, epoch=1, metrics={"loss": self.untrained[name]}))

@@ -71,7 +71,7 @@ class Trainer:
         reason = self.signals.stop_request if is_stopped else None
         result = write_summary(store, name, 30, 3, stop_reason=reason, num_workers=workers, validation_accuracy=0.9)
         monitor = RunMonitor(name, 30, 10, History(store))
-        monitor.started(workers, 0)
+        monitor.note_start(workers, 0)
         monitor.finish("stopped" if result.stop_reason else "finished", result)
         if not is_stopped:
             rows = history(1000 * 1.7 ** (workers.bit_length() - 1), [0.5, 0.8, 0.9])

@@ -136,7 +136,7 @@ class _Agent(LocalElasticAgent):
     def report_detached_processes(self) -> None:
         """Report the processes that outlive a run whose workers have failed; after any other end, the driver does."""
         if detached := detached_processes(os.getpid()):
-            self._call("event", note_on_detached(detached))
+            self._call("note_event", note_on_detached(detached))
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Check the workers, which torch's agent does every 0.1 s, and report dead ones to the coordinator.
@@ -152,7 +152,7 @@ class _Agent(LocalElasticAgent):
             result = RunResult(WorkerState.FAILED)
         if result.is_failed():
             silent = {rank: how for rank, how in dead.items() if how is not None}
-            self._call("workers_lost", silent)
+            self._call("note_lost_workers", silent)
             # gloo aborts a process that gets a tensor of another size: with this, the next attempt reports its shape.
             if any("SIGABRT" in how for how in silent.values()):
                 dist.set_debug_level(dist.DebugLevel.DETAIL)  # pyright: ignore
@@ -194,7 +194,7 @@ def work(spec: RunSpec, inputs: WorkerInputs) -> None:
     cast(io.TextIOWrapper, sys.stdout).reconfigure(line_buffering=True)
     rank = int(os.environ["RANK"])
     reporter = SocketReporter(inputs.calls)
-    open_at_breakpoints(inputs.terminal, reporter.debugger)
+    open_at_breakpoints(inputs.terminal, reporter.note_debugger)
     try:
         with ends_as_a_script():
             outcome = _train(spec, inputs, rank, reporter)
@@ -204,7 +204,7 @@ def work(spec: RunSpec, inputs: WorkerInputs) -> None:
             os._exit(_FAILED)
         return
     except Exception as error:
-        reporter.worker_failed(rank, describe(error), traceback.format_exc())
+        reporter.note_worker_failure(rank, describe(error), traceback.format_exc())
         os._exit(_FAILED)
     if dist.is_initialized():
         dist.barrier()  # until every worker has written everything: after the report, the driver ends them all
@@ -240,8 +240,8 @@ def _train(spec: RunSpec, inputs: WorkerInputs, rank: int, reporter: SocketRepor
         weights = load_initial_weights(spec, inputs.first_step)
         if rank == 0:
             reporter.watch_for_stop()
-            reporter.checked()
-        note = (lambda text: reporter.event(Note(text))) if rank == 0 else None
+            reporter.note_checked()
+        note = (lambda text: reporter.note_event(Note(text))) if rank == 0 else None
         log_as(spec.loggers, rank, reporter.logged)
         with transformed(source, config, spec.transforms, note) as images:
             return train_run(spec, make_run(spec, images, reporter, device, weights))
@@ -262,23 +262,23 @@ class SocketReporter:
 
     # Reports and questions of training.
 
-    def started(self, num_workers: int, step: int) -> None:
-        self._call("started", num_workers, step)
+    def note_start(self, num_workers: int, step: int) -> None:
+        self._call("note_start", num_workers, step)
 
     def record(self, row: MetricRow) -> None:
         self._call("record", row)
 
-    def measured(self, use: MachineUse) -> None:
-        self._call("measured", use)
+    def note_machine_use(self, use: MachineUse) -> None:
+        self._call("note_machine_use", use)
 
-    def event(self, event: Event) -> None:
-        self._call("event", event)
+    def note_event(self, event: Event) -> None:
+        self._call("note_event", event)
 
-    def waits(self, rank: int, num_workers: int, place: str | None) -> None:
-        self._call("waits", rank, num_workers, place)
+    def note_wait(self, rank: int, num_workers: int, place: str | None) -> None:
+        self._call("note_wait", rank, num_workers, place)
 
-    def suspicious(self, labels: Sequence[SuspiciousLabel]) -> None:
-        self._call("suspicious", labels)
+    def replace_suspicious_labels(self, labels: Sequence[SuspiciousLabel]) -> None:
+        self._call("replace_suspicious_labels", labels)
 
     def flush(self) -> None:
         self._call_slowly("flush")
@@ -292,29 +292,29 @@ class SocketReporter:
 
     # Reports of the decoding processes.
 
-    def skip(self, images: Sequence[SkippedImage]) -> None:
-        self._call("skip", images)
+    def note_skipped(self, images: Sequence[SkippedImage]) -> None:
+        self._call("note_skipped", images)
 
-    def retried(self, num_requests: int) -> None:
-        self._call("retried", num_requests)
+    def note_retries(self, num_requests: int) -> None:
+        self._call("note_retries", num_requests)
 
-    def decoded_on_cpu(self, num_images: int, reason: str) -> None:
-        self._call("decoded_on_cpu", num_images, reason)
+    def note_decoded_on_cpu(self, num_images: int, reason: str) -> None:
+        self._call("note_decoded_on_cpu", num_images, reason)
 
     def logged(self, record: LoggedRecord) -> None:
         """Have the driver write ``record`` into the files of its loggers."""
         with suppress(EOFError, OSError):  # the driver was killed, and the agent ends its workers
-            self._call("printed", [record])  # which takes printed lines and log records
+            self._call("add_printed", [record])  # which takes printed lines and log records
 
     # A report of the debugger, in which the loop waits for a person.
 
-    def debugger(self, is_open: bool) -> None:
-        self._call_slowly("debugger", is_open)
+    def note_debugger(self, is_open: bool) -> None:
+        self._call_slowly("note_debugger", is_open)
 
     # Reports of work() on the beginning and the end of this worker.
 
-    def checked(self) -> None:
-        self._call("checked")
+    def note_checked(self) -> None:
+        self._call("note_checked")
 
     def conclude(self, outcome: Outcome) -> None:
         self._call("conclude", outcome)
@@ -322,8 +322,8 @@ class SocketReporter:
     def give_up(self, error: RaytrainError, trace: str, rank: int) -> bool:
         return self._call("give_up", error, trace, rank)
 
-    def worker_failed(self, rank: int, reason: str, trace: str) -> None:
-        self._call("worker_failed", rank, reason, trace)
+    def note_worker_failure(self, rank: int, reason: str, trace: str) -> None:
+        self._call("note_worker_failure", rank, reason, trace)
 
     def watch_for_stop(self) -> None:
         """Start a thread that waits for a request to stop; from then on, :meth:`stop_requested` returns True."""

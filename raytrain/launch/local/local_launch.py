@@ -83,7 +83,7 @@ class LocalLaunch:
             )
 
             # The logs are closed after the agent, so that they have the workers' last lines.
-            self._logs = opened.enter_context(WorkerLogs(prepared.store, folder, self._coordinator.printed))
+            self._logs = opened.enter_context(WorkerLogs(prepared.store, folder, self._coordinator.add_printed))
             opened.callback(self._agent.close)
             self._agent.start_workers(
                 RunSpec.of(self.config, prepared.data, prepared.store, prepared.loop, self.num_workers),
@@ -104,7 +104,7 @@ class LocalLaunch:
     def poll(self, snapshot: Snapshot) -> None:
         """Tell the runs that share the images which of these cannot be used: each lists all of them at its end."""
         if self._shared is not None:
-            self._shared.skip(self._coordinator.skipped_images())
+            self._shared.note_skipped(self._coordinator.skipped_images())
 
     def wait(self, timeout_s: float) -> bool:
         """Wait at most ``timeout_s`` for the workers to report the end; return whether the agent has ended.
@@ -118,7 +118,7 @@ class LocalLaunch:
             self._agent.close()
             self._logs.show_rest()
             reason = f"the process that starts the workers was killed by {killed_by}"
-            self._coordinator.event(WorkerFailed(reason))
+            self._coordinator.note_event(WorkerFailed(reason))
             with suppress(RaytrainError):
                 self._coordinator.finish("failed")
             prepared = self._prepared
@@ -140,9 +140,9 @@ class LocalLaunch:
         self._agent.close()
         self._logs.show_rest()
         if left := [process for process in detached if process.is_running()]:
-            self._coordinator.event(note_on_detached(left))
+            self._coordinator.note_event(note_on_detached(left))
         if self._shared is not None:
-            self._coordinator.skip(self._shared.skipped_images())
+            self._coordinator.note_skipped(self._shared.skipped_images())
 
     def close(self, *, finished: bool) -> None:
         """Leave no process and no file of the workers behind."""

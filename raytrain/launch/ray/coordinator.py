@@ -161,13 +161,13 @@ class RayCoordinator(Coordinator):
         """Return the placement group of the newest attempt."""
         return self._reserved
 
-    def started(self, num_workers: int, step: int) -> None:
-        super().started(num_workers, step)
+    def note_start(self, num_workers: int, step: int) -> None:
+        super().note_start(num_workers, step)
         self._workers_train.set()
 
     def measured_on(self, use: MachineUse, node_id: str) -> None:
         """Note how a worker's machine is used, and how full the object store of its node, ``node_id``, is."""
-        self.measured(self._object_stores.add_to(use, node_id))
+        self.note_machine_use(self._object_stores.add_to(use, node_id))
 
     def received(self) -> None:
         """Do nothing: an answer tells the caller that its earlier calls, but for those in ``WAIT``, have returned."""
@@ -283,9 +283,9 @@ class RayMonitor:
         self._coordinated = coordinated
         self._command = command
 
-    def event(self, event: Event) -> None:
+    def note_event(self, event: Event) -> None:
         """Note something that a viewer should read, without waiting."""
-        self._coordinator.event.remote(event)
+        self._coordinator.note_event.remote(event)
 
     def snapshot(self, since: RowCursor = START) -> Snapshot:
         return self._ask(self._coordinator.snapshot, since)
@@ -302,8 +302,8 @@ class RayMonitor:
     def request_stop(self, request: StopReason) -> None:
         self._ask(self._coordinator.request_stop, request)
 
-    def skip(self, images: list[SkippedImage]) -> None:
-        self._ask(self._coordinator.skip, images)
+    def note_skipped(self, images: list[SkippedImage]) -> None:
+        self._ask(self._coordinator.note_skipped, images)
 
     def finish(self, status: Status, result: TrainResult | None = None) -> None:
         self._ask(self._coordinator.finish, status, result)

@@ -99,7 +99,7 @@ class RayLaunch:
                 # After a restart, the time so far is in the history, and the clock begins now.
                 started_at=None if prepared.restarting else prepared.started_at,
             )
-            coordinator.checked.remote()
+            coordinator.note_checked.remote()
             if self._owns_feed:
                 self._feed.connect(coordinator, credentials, self._placement)
 
@@ -139,9 +139,9 @@ class RayLaunch:
                 self._feed.start()
                 opened.callback(self._feed.close)
             self._monitor = RayMonitor(coordinator, prepared)
-            self._head = HeadWatch(self._monitor.event)
+            self._head = HeadWatch(self._monitor.note_event)
             opened.callback(self._head.close)
-            self._readers = ReadersCheck(self._feed.task_cpus, self._monitor.event)
+            self._readers = ReadersCheck(self._feed.task_cpus, self._monitor.note_event)
             opened.callback(self._readers.close)
             self._opened = opened.pop_all()
         return cast(Coordinator, self._monitor)  # it has all methods of one that a session calls
@@ -179,7 +179,7 @@ class RayLaunch:
         No worker is ended here: they end by themselves, or in :meth:`close`.
         """
         if self._shared is not None:
-            self._monitor.skip(self._shared.skipped_images())
+            self._monitor.note_skipped(self._shared.skipped_images())
 
     def close(self, *, finished: bool) -> None:
         """Leave nothing of the run in the cluster; unless it is ``finished``, its workers may still train.

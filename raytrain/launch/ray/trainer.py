@@ -205,4 +205,4 @@ class _FailureReporter(UserCallback):
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
         """Report the failure of the lowest rank; Ray Train calls this."""
         rank, error = min(worker_exceptions.items())
-        self._coordinator.event.remote(WorkerFailed(root_cause(error), rank))
+        self._coordinator.note_event.remote(WorkerFailed(root_cause(error), rank))

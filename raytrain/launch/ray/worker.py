@@ -142,7 +142,7 @@ def work(spec: RunSpec, inputs: RayWorkerInputs) -> None:
     reporter = RayReporter(inputs.coordinator, watch=rank == 0)
     try:
         note_of_files = nullcontext() if has_drivers_folder else noting_files_left(reporter)
-        with ProcessLog(spec.store, rank, reporter.printed), note_of_files, ends_as_a_script():
+        with ProcessLog(spec.store, rank, reporter.add_printed), note_of_files, ends_as_a_script():
             loop, transforms = unpickle_functions(inputs.functions)
             spec = replace(spec, loop=loop, transforms=transforms)
 
@@ -151,7 +151,7 @@ def work(spec: RunSpec, inputs: RayWorkerInputs) -> None:
             device = ray.train.torch.get_device() if config.device_type == "cuda" else torch.device("cpu")
             source = RayBatches(spec, inputs, rank, config.worker_load or (1.0,) * world_size)
             weights: Any = None if inputs.weights is None else ray.get(inputs.weights)
-            note = (lambda text: reporter.event(Note(text))) if rank == 0 else None  # one worker speaks for all
+            note = (lambda text: reporter.note_event(Note(text))) if rank == 0 else None  # one worker speaks for all
             log_as(spec.loggers, rank, reporter.logged)
             with transformed(source, config, transforms, note) as batches:
                 outcome = train_run(spec, make_run(spec, batches, reporter, device, weights))
@@ -230,7 +230,7 @@ def noting_files_left(reporter: RayReporter) -> Generator[None]:
         rank = ray.train.get_context().get_world_rank()
         if new_files and ray.train.get_context().get_local_rank() == 0:  # the workers of a machine share the folder
             machine = ray.util.get_node_ip_address()
-            reporter.event(
+            reporter.note_event(
                 Note(
                     f"while worker {rank} trained, {some_of(new_files)} came into {folder} of its machine, {machine}: "
                     "what a loop writes into run.folder is kept in the run's storage"
@@ -302,38 +302,38 @@ class RayReporter:
         if watch:
             threading.Thread(target=self._wait_for_stop_request, daemon=True, name="stop-watch").start()
 
-    def started(self, num_workers: int, step: int) -> None:
-        self._coordinator.started.remote(num_workers, step)
+    def note_start(self, num_workers: int, step: int) -> None:
+        self._coordinator.note_start.remote(num_workers, step)
 
     def record(self, row: MetricRow) -> None:
         self._coordinator.record.remote(row)
 
-    def measured(self, use: MachineUse) -> None:
+    def note_machine_use(self, use: MachineUse) -> None:
         self._coordinator.measured_on.remote(use, ray.get_runtime_context().get_node_id())
 
-    def event(self, event: Event) -> None:
-        self._coordinator.event.remote(event)
+    def note_event(self, event: Event) -> None:
+        self._coordinator.note_event.remote(event)
 
-    def waits(self, rank: int, num_workers: int, place: str | None) -> None:
-        self._coordinator.waits.remote(rank, num_workers, place)
+    def note_wait(self, rank: int, num_workers: int, place: str | None) -> None:
+        self._coordinator.note_wait.remote(rank, num_workers, place)
 
-    def suspicious(self, labels: Sequence[SuspiciousLabel]) -> None:
-        self._coordinator.suspicious.remote(labels)
+    def replace_suspicious_labels(self, labels: Sequence[SuspiciousLabel]) -> None:
+        self._coordinator.replace_suspicious_labels.remote(labels)
 
-    def skip(self, images: Sequence[SkippedImage]) -> None:
-        self._coordinator.skip.remote(images)
+    def note_skipped(self, images: Sequence[SkippedImage]) -> None:
+        self._coordinator.note_skipped.remote(images)
 
-    def decoded_on_cpu(self, num_images: int, reason: str) -> None:
-        self._coordinator.decoded_on_cpu.remote(num_images, reason)
+    def note_decoded_on_cpu(self, num_images: int, reason: str) -> None:
+        self._coordinator.note_decoded_on_cpu.remote(num_images, reason)
 
-    def printed(self, lines: Sequence[PrintedLine]) -> None:
+    def add_printed(self, lines: Sequence[PrintedLine]) -> None:
         """Have the driver show ``lines``; return once the coordinator has them, so that the run may end."""
         with suppress(*LOST_ACTOR):  # the loop finds out by its next report that needs an answer
-            ray.get(self._coordinator.printed.remote(lines))
+            ray.get(self._coordinator.add_printed.remote(lines))
 
     def logged(self, record: LoggedRecord) -> None:
         """Have the driver write ``record`` into the files of its loggers."""
-        self._coordinator.printed.remote([record])
+        self._coordinator.add_printed.remote([record])
 
     def flush(self) -> None:
         # The coordinator's flush runs in a thread beside its other calls, so it must not begin before the rows have
@@ -353,7 +353,7 @@ class RayReporter:
         if preemption is None or preemption is self._preemption:
             return False
         self._preemption = preemption
-        self.event(NodeLeaving(len(preemption.preempted_node_ids)))
+        self.note_event(NodeLeaving(len(preemption.preempted_node_ids)))
         return True
 
     def _wait_for_stop_request(self) -> None:

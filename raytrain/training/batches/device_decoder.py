@@ -159,12 +159,14 @@ class DeviceDecoder:
 
         # Report what the CPU decoded, and leave out images that it could not read, either.
         for kind, count in Counter(kind for row, kind in kinds_on_cpu.items() if row not in unreadable).items():
-            self._reporter.decoded_on_cpu(count, kind)
+            self._reporter.note_decoded_on_cpu(count, kind)
         is_unreadable = np.isin(np.arange(len(files)), list(unreadable))
         if unreadable:
             rows = sorted(unreadable)
             keys = self._source.keys("train", local.samples[rows].tolist())
-            self._reporter.skip([SkippedImage(key, unreadable[row]) for row, key in zip(rows, keys, strict=True)])
+            self._reporter.note_skipped(
+                [SkippedImage(key, unreadable[row]) for row, key in zip(rows, keys, strict=True)]
+            )
         return replace(local.without(is_unreadable), images=pixels)
 
     def _decode(self, files: dict[int, bytes], sizes: dict[int, Size]) -> dict[int, Tensor]:

@@ -60,7 +60,7 @@ class Gallery:
 
     Example::
 
-        gallery = Gallery(config, classes, store, reporter.event)
+        gallery = Gallery(config, classes, store, reporter.note_event)
         gallery.add(batch, logits)  # for each batch of an evaluation
         gallery.write(step=100, rank=0, world_size=1)
         gallery.close()

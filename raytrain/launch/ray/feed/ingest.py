@@ -142,7 +142,7 @@ def read_block(images: ImageSet, order: BlockOrder, number: int, reader: ImageRe
 
     # Calls of the coordinator are not awaited, because nothing here depends on their answers.
     if num_retries := take_num_retries():
-        images.coordinator.retried.remote(num_retries)
+        images.coordinator.note_retries.remote(num_retries)
     if skipped:
-        images.coordinator.skip.remote(skipped)
+        images.coordinator.note_skipped.remote(skipped)
     return to_table(block)
