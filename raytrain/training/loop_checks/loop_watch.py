@@ -1,115 +1,37 @@
 """Watches some steps of a loop on several workers for signs that the result depends on their number.
 
 A loop is exact if its loss is a mean over images and each term depends on one image only. That cannot be proved from
-outside, but the usual exceptions show in the calls of torch that the loop makes. :class:`_Calls` sees each call in the
-first two steps of each of the first five epochs of an attempt, because some losses begin after a warm-up, and follows
-all that is computed from the batch, from tensor to tensor. Nothing is replaced, and other steps are not watched.
-Numbers that come from outside of these calls are compared between the workers
-(:mod:`raytrain.training.loop_checks.loop_numbers`).
-
-A tensor that depends on the batch has a set of marks. All tensors that are computed from it inherit them:
-
-- ``statistic``: the tensor is a sum or a mean over the images, for each feature. This alone is harmless, because a loss
-  may be linear in it.
-- ``compares``: images are compared with each other, by a product of images with images, by a statistic over images
-  that is not linear, is multiplied by another statistic, or is combined with single images, or by ``moved`` rows.
-- ``moved``: rows have other positions than their images in the batch, as in ``x[1:]``, ``x.flip(0)`` or ``x[order]``.
-  This is harmless unless they are combined with rows that were not moved, which belong to other images.
-- ``sum``: the tensor is a sum over images that has not been divided by their number.
-- ``count``: the tensor is the sum of a mask that covers equally many numbers of each image. It may be a divisor.
-- ``selected``: a mask has selected rows, whose number differs between workers.
-- ``other mean``: the tensor is a mean over something other than images.
-- ``scaled``: the tensor is a gradient of a mean over the worker's images, with a row for each of them, or grows with
-  one: with fewer images it is larger. Its signs and directions are harmless. ``inverse``: the tensor is divided by one.
-- ``gathered``: the tensor is a gradient that has passed ``run.gather``, and so belongs to this worker's rows alone.
-- ``kept``: the tensor was computed in an earlier step. ``now``: it depends on the batch of this one. A loss with the
-  first alone is of a batch that is over.
-- ``placed``: rows were written whose places are a part of the batch, such as its first half.
-- ``row 3``: the tensor depends on that number of a vector with a number for each image, which Python has taken out of
-  it, as a loop over the vector does. This is harmless unless Python compares two of them, as ``sorted`` does.
-
-A note is made only if the loss has a mark when its backward is called, because other uses of a tensor, such as in a
-metric, change no weight. ``statistic``, ``count``, ``moved``, ``selected``, ``inverse``, ``now`` and rows have no note:
-they only lead to others.
+outside, but the usual exceptions show in the calls of torch that the loop makes. They are followed
+(:mod:`raytrain.training.loop_checks.watched_calls`) in the first two steps of each of the first five epochs of an
+attempt, because some losses begin after a warm-up. Nothing is replaced, and other steps are not watched. Numbers that
+come from outside of these calls are compared between the workers (:mod:`raytrain.training.loop_checks.loop_numbers`).
 """
 
 from __future__ import annotations
 
-import logging
-import re
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.weak import WeakIdKeyDictionary
 
 from raytrain.config import ResolvedConfig
 from raytrain.data.plan.permutation import mix
-from raytrain.errors import UsageError, some_of
+from raytrain.errors import some_of
 from raytrain.training.batches.batch import Batch
-from raytrain.training.exact import gather
-from raytrain.training.exact.gradients import HOOK_NOTE
-from raytrain.training.loop_checks.loop_numbers import LoopNumbers, Place, differing_lines
+from raytrain.training.loop_checks import watched_calls
+from raytrain.training.loop_checks.loop_numbers import Place, differing_lines
 from raytrain.training.loop_checks.warning_places import warnings_at_callers
+from raytrain.training.loop_checks.watched_calls import NOTES, WatchedCalls
 from raytrain.training.prepared_models import PreparedModels
 from raytrain.training.protocols import Worker
 from raytrain.training.random_numbers import held_generators, state_of, used_generators
 
-_log = logging.getLogger(__name__)
 _NUM_WATCHED = 2  # steps of an epoch
 _NUM_EPOCHS = 5  # of an attempt
-_NOTES = {
-    "sum": (
-        "the loss is a sum over images, and a run of several workers takes it for a mean: let it be a mean "
-        '(reduction="mean"), as in a loop for one GPU'
-    ),
-    "other mean": (
-        "the loss is a mean over something else than images, such as the weights of their classes or those that a mask "
-        "or ignore_index leaves, so it depends on the number of workers; write run.mean(sum, divisor), in "
-        "docs/your-own-loop.md"
-    ),
-    "compares": (
-        "the loss compares the images of a worker with each other (by a statistic over them, by products of their "
-        "features, or by rows in another order), so it depends on the number of workers; take the rows of all workers, "
-        "run.gather(rows), in docs/your-own-loop.md"
-    ),
-    "scaled": (
-        "the loss depends on the size of gradients for images, or for what is computed of them, and these are those of "
-        "a mean over one worker's images: the fewer images it has, the larger they are; take those of a sum, as in "
-        "torch.autograd.grad(losses.sum(), images), divided by run.total([batch.num_used])[0]"
-    ),
-    "gathered": (
-        "the loss depends on a gradient of torch.autograd.grad that passes run.gather, and is that of one worker's "
-        "rows: gather what the network gets, as in run.gather(batch.images), so that each worker has all images"
-    ),
-    "kept": (
-        "the loss depends on a tensor of a step before, which was computed from one worker's images, so it depends on "
-        "the number of workers; compute it from run.gather(rows) or run.total(sums), or keep it in a network's buffer"
-    ),
-    "late": (
-        "the loop computes with a batch after it has asked for the next one: that one's images weight its gradients "
-        "and metrics, and a resume leaves a batch out; compute with each batch before asking for the next one, as a "
-        "run reads images ahead by itself"
-    ),
-    "placed": (
-        "the loss treats images by their places among those of a worker, such as its first half, so it depends on the "
-        "number of workers; choose them by batch.samples, as in batch.samples % 2 == 0"
-    ),
-    "generator": (
-        "the loop or a network draws random numbers from a generator of its own, the same on each worker for other "
-        "images, so that the run depends on the number of workers; draw for each image by its number in batch.samples, "
-        "or train on one worker"
-    ),
-    "hook": HOOK_NOTE,
-}
 _NUMBERS = (
     "the loss depends on numbers that differ between the workers ({line}), each of which computes them from its own "
     "images, so that it depends on the number of workers; compute them from run.total(...) or run.gather(...)"
@@ -118,36 +40,6 @@ _DRAWS = (
     "the loop or its network draws random numbers from {names}: each worker draws its own, so that the run depends on "
     "the number of workers; docs/images.md names the layers with which it does not"
 )
-_STATISTICS = {"mean", "sum", "nanmean", "nansum"}  # linear functions that make a statistic, if they are over images
-_COMPARISONS = {
-    *("std", "var", "std_mean", "var_mean", "norm", "vector_norm", "normalize", "cov", "corrcoef"),
-    *("softmax", "log_softmax", "logsumexp", "amax", "amin", "max", "min", "median", "quantile"),
-    *("sort", "argsort", "topk", "cumsum", "prod", "bincount", "histc", "unique", "unique_consecutive"),
-}
-_SUMS_BY_INDEX = {"index_add", "index_add_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_"}
-_PRODUCTS = {"matmul", "mm", "__matmul__", "__rmatmul__", "mv", "dot", "tensordot", "addmm", "linear", "inner"}
-_LINEAR = {
-    *("mean", "sum", "add", "sub", "neg", "__add__", "__radd__", "__sub__", "__rsub__", "__neg__", "stack", "cat"),
-    *("mul", "__mul__", "__rmul__", "div", "__truediv__", "detach", "clone", "to", "float", "double", "__getitem__"),
-    *("squeeze", "unsqueeze", "reshape", "view", "flatten", "lerp", "item", "__float__", "tolist", "backward", "size"),
-    *("add_", "sub_", "mul_", "div_", "__iadd__", "__isub__", "__imul__", "__itruediv__", "multiply", "subtract"),
-    *("half", "bfloat16", "type", "cpu", "cuda", "contiguous", "requires_grad_", "nansum", "nanmean", "expand"),
-    *("matmul", "__matmul__", "__rmatmul__", "dot", "mv", "mm", "inner", "einsum", "tensordot", "unbind", "grad"),
-}
-_LOSSES = re.compile(r".*_loss|cross_entropy|kl_div|binary_cross_entropy.*")  # torch's, a mean unless told otherwise
-_PARTS = {"chunk", "split", "tensor_split", "split_with_sizes"}  # of rows, each at another position
-_JOINS = {"cat", "concat", "concatenate", "stack", "vstack"}
-_TAKE_WEIGHTS = {  # functions of images and weights
-    *("linear", "bilinear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
-    *("batch_norm", "layer_norm", "group_norm", "instance_norm", "rms_norm", "prelu"),
-}
-_DIVISIONS = {"div", "__truediv__", "true_divide", "divide", "div_", "__itruediv__", "true_divide_", "divide_"}
-_MULTIPLICATIONS = {"mul", "__mul__", "__rmul__", "multiply", "mul_", "__imul__", "multiply_"}
-_SCALE_FREE = {"sign", "sign_", "sgn", "normalize", "cosine_similarity", "layer_norm", "instance_norm", "group_norm"}
-_GRAD = cast(Any, Tensor).grad.__get__  # what reads a tensor's gradient
-_COMPARED = {"lt", "le", "gt", "ge", "eq", "ne", "__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__"}
-_NOT_FOLLOWED = {"zeros_like", "ones_like", "empty_like", "new_zeros", "new_ones", "new_empty"}
-_LIKE_ANOTHER = {"to", "type_as", "expand_as", "view_as", "reshape_as"}  # the other tensor gives only type or shape
 
 
 class LoopWatch:
@@ -171,7 +63,7 @@ class LoopWatch:
         self._notes: set[str] = set()  # that this worker has found
         self._draws = False  # True if this worker draws random numbers that others do not, or for all images the same
         self._has_news = False  # True if steps were watched since the notes were last compared
-        self._calls = _Calls(self._notes.add, config.batch_size)
+        self._calls = WatchedCalls(self._notes.add, config.batch_size)
         self._num_steps_left = 0  # that are watched in this epoch
         self._num_epochs_left = _NUM_EPOCHS if worker.world_size > 1 and not config.compile else 0
         self._epoch: int | None = None
@@ -201,14 +93,14 @@ class LoopWatch:
 
         weights = [weight for model in self._models.trained for weight in (*model.parameters(), *model.buffers())]
         self._calls.begin(batch, weights)
-        with self._calls, warnings_at_callers(__file__):
+        with self._calls, warnings_at_callers(watched_calls.__file__):
             yield
 
         # A loop may have a generator for each image, which draws for it alone: then there are as many seeds as images.
         # With fewer, one of them has drawn for several images.
         draws_for_all = 0 < len(self._calls.seeds) < batch.num_used
         if draws_for_all or list(map(state_of, generators)) != states:
-            self._notes.add(_NOTES["generator"])
+            self._notes.add(NOTES["generator"])
             self._draws = True
 
         # The run has seeded the libraries' own generators for this step. One that is not as it was has been used.
@@ -291,430 +183,3 @@ class _Signs(NamedTuple):
     in_layers: dict[str, list[str]]
     in_losses: dict[Place, list[float]]
     draws: bool
-
-
-class _Call(NamedTuple):
-    """A call of a function of torch's, and what it has returned. ``sources`` are the arguments that have marks."""
-
-    name: str
-    args: Any
-    kwargs: Any
-    sources: list[Tensor]
-    result: Any
-    num_images: int  # of this worker; at least 2
-
-    def argument(self, position: int, name: str, default: Any = None) -> Any:
-        """Return an argument that may be given by its position or by its name."""
-        return self.kwargs.get(name, self.args[position] if len(self.args) > position else default)
-
-    @property
-    def gives_one_number(self) -> bool:
-        """True if the result is a tensor without dimensions."""
-        return isinstance(self.result, Tensor) and self.result.ndim == 0
-
-
-class _Calls(TorchFunctionMode):
-    """Follows the tensors that are computed from the batch through the calls of torch that a loop makes.
-
-    ``report`` gets the note on a sign as soon as it is found, ``batch_size`` is that of the global batch.
-    """
-
-    def __init__(self, report: Callable[[str], None], batch_size: int) -> None:
-        super().__init__()
-        self.is_paused = False
-        self._report = report
-        self._batch_size = batch_size  # of the global batch
-        self._num_images = 0  # of this worker
-        self.seeds: set[int] = set()  # of generators that have drawn as many numbers as there are images, or a multiple
-        self._marks: Any = WeakIdKeyDictionary()  # of tensors that depend on the batch: a set of words
-        # Tensors that depend on random numbers of the loop's generators which have the shape of a weight: the seeds.
-        self._drawn: Any = WeakIdKeyDictionary()
-        self._weights: set[int] = set()
-        self._shapes_of_weights: set[torch.Size] = set()
-        self._has_compared = False  # True if Python has compared numbers of two images in this step
-        self._has_mean_loss = False  # True if the loss of a backward of this step was a mean over images
-        self._image_shape = torch.Size()  # (C, H, W)
-        self.numbers = LoopNumbers()  # that enter the losses from outside of torch's calls
-
-    def begin(self, batch: Batch, weights: Sequence[Tensor]) -> None:
-        """Follow a step of ``batch``; ``weights`` are the parameters and buffers, which need no marks."""
-        for marks in self._marks.values():
-            marks.discard("now")
-            marks.add("kept")
-        for tensor in (batch.images, batch.labels, batch.targets, batch.samples):
-            self._marks[tensor] = {"now"}
-        self._num_images, self._has_compared = batch.num_used, False
-        self._has_mean_loss, self._image_shape = False, batch.images.shape[1:]
-        self._weights, self._shapes_of_weights = set(map(id, weights)), {weight.shape for weight in weights}
-        self.numbers.begin(batch.num_used, self._weights)
-        self.seeds.clear()
-
-    def follow_mean(self, numerator: Tensor, mean: Tensor) -> None:
-        """Follow a ``mean`` that the run has computed of a ``numerator``, while this is paused."""
-        inherited = self._marks.get(numerator, set()) - {"sum", "count", "selected"}
-        self._marks[mean] = {*inherited, "now", "statistic"}
-        self.numbers.follow_computed(numerator, mean)
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Return what a call of torch's function ``func`` does, and follow it; torch calls this for each call."""
-        kwargs = kwargs or {}
-        if torch.compiler.is_compiling() or self.is_paused:
-            return func(*args, **kwargs)
-        name = getattr(func, "__name__", "")
-
-        # The backward's tensor is the loss. A hook may change gradients, too.
-        if name == "backward":  # of a tensor, or torch.autograd.backward of several
-            losses = [leaf for leaf in tree_leaves((args[:1], kwargs.get("tensors"))) if isinstance(leaf, Tensor)]
-            self.numbers.note_losses(losses)
-            marks = set[str]().union(*(self._marks.get(loss, ()) for loss in losses))
-            self._has_mean_loss |= self._has_mean_among(losses)
-            if "scaled" in marks:  # then the loss is neither a sum nor a mean over images
-                marks.discard("sum")
-            if "gathered" in marks:  # the loop has gathered rows already, only not those of its images
-                marks.discard("compares")
-            if self._has_compared and _rows_of(marks):
-                marks.add("compares")
-            if "kept" in marks and "now" not in marks:
-                marks = {"late"}
-            for mark in marks:
-                if mark in _NOTES:
-                    self._report(_NOTES[mark])
-        if name == "register_hook":
-            self._report(_NOTES["hook"])
-        if name == "__iter__" and args[0] in self._marks and args[0].ndim == 1:  # what it gives cannot be seen
-            return iter(self.__torch_function__(Tensor.unbind, types, args))
-
-        num_gathers = gather.num_backwards
-        result = func(*args, **kwargs)
-        leaves = tree_leaves((args, kwargs))  # once for numbers and marks, because it takes longest
-        self.numbers.follow(name, args, leaves, result, sys._getframe(1))
-        # A generator of the loop's that draws a number, or several, for each image. A tensor with the shape of a weight
-        # may be noise for that weight, which is the same on all workers, rightly: it counts once it meets images.
-        is_drawn = kwargs.get("generator") is not None and isinstance(result, Tensor)
-        if is_drawn and self._num_images > 1 and _has_rows(result, self._num_images):
-            seed = kwargs["generator"].initial_seed()
-            if result.shape not in self._shapes_of_weights:
-                self.seeds.add(seed)
-            elif id(result) not in self._weights:
-                self._drawn[result] = {seed}
-
-        # The result depends on the batch if an argument does, unless that gives only its type or shape.
-        inputs = tree_leaves(args[:1]) if name in _LIKE_ANOTHER else leaves
-        sources = [leaf for leaf in inputs if isinstance(leaf, Tensor) and leaf in self._marks]
-        if getattr(func, "__module__", "").startswith("torch.distributed"):  # its result is the same on all workers
-            for source in sources:
-                del self._marks[source]
-            return result
-        if len(self._drawn):
-            self._follow_drawn(name, sources, leaves, result)
-        if name == "__setitem__" and args[0] in self._marks and _is_part_of_rows(args[0], args[1], self._num_images):
-            self._marks[args[0]].add("placed")
-        if func is torch.autograd.grad:
-            self._follow_gradients(args, kwargs, result)
-            if gather.num_backwards > num_gathers:
-                for gradient in tree_leaves(result):
-                    if isinstance(gradient, Tensor):
-                        self._marks[gradient] = {"now", "gathered"}
-        elif name == "__get__" and func == _GRAD:
-            if isinstance(result, Tensor) and self._has_mean_loss and self._is_of_images(args[0]):
-                self._marks[result] = {"now", "scaled"}
-        elif sources and self._num_images > 1 and name not in _NOT_FOLLOWED:
-            call = _Call(name, args, kwargs, sources, result, self._num_images)
-            if func is F.batch_norm and call.argument(5, "training"):
-                raise UsageError(
-                    "A network that is not prepared has batch norm in training mode, which normalises with one "
-                    "worker's images: give it to run.prepare, or call its eval() if it is to stay as it is; or train "
-                    "on one worker."
-                )
-            try:
-                marks = self._marks_of(call)
-            except Exception:  # all kinds of arguments are met here, and no run must fail by a search
-                _log.debug("what a call of %s depends on is not known", name, exc_info=True)
-                return result
-            for leaf in [result] if isinstance(result, Tensor) else tree_leaves(result):
-                if isinstance(leaf, Tensor) and id(leaf) not in self._weights:
-                    self._marks[leaf] = marks - (set() if leaf.is_floating_point() else {"scaled", "inverse"})
-            self._follow_single_numbers(name, args, sources, result)
-            # Parts of rows, not of another dimension: it is the third argument, or dim.
-            if name in _PARTS and args[2:3] in ((), (0,)) and kwargs.get("dim", 0) == 0:
-                self._mark_moved_parts(result)
-        return result
-
-    def _follow_drawn(self, name: str, sources: list[Tensor], leaves: list[Any], result: Any) -> None:
-        """Note the seeds of random numbers that meet images, or what is computed from them, in a call of ``name``.
-
-        Noise that was added to a weight meets images in layers, and a penalty on the weights meets the loss: neither
-        counts. ``sources`` are those of the ``leaves``, of all arguments, that depend on the batch.
-        """
-        drawn = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf in self._drawn]
-        seeds = set[int]().union(*(self._drawn[tensor] for tensor in drawn))
-        if sources and name not in _TAKE_WEIGHTS and any(tensor.ndim for tensor in (*drawn, *sources)):
-            self.seeds |= seeds
-        elif seeds and not sources:
-            for leaf in [result] if isinstance(result, Tensor) else tree_leaves(result):
-                if isinstance(leaf, Tensor) and id(leaf) not in self._weights:
-                    self._drawn[leaf] = seeds
-
-    def _follow_gradients(self, args: Any, kwargs: Any, gradients: Any) -> None:
-        """Mark ``gradients`` of weights and the like as statistics, because they are sums over this worker's images.
-
-        Gradients of images, and of tensors computed from them, have a row for each image. They get a mark if they are
-        those of a mean over images. The arguments are those of ``torch.autograd.grad``.
-        """
-        outputs = [leaf for leaf in tree_leaves((args[:1], kwargs.get("outputs"))) if isinstance(leaf, Tensor)]
-        inputs = [leaf for leaf in tree_leaves((args[1:2], kwargs.get("inputs"))) if isinstance(leaf, Tensor)]
-        marks = set().union(*(self._marks.get(output, ()) for output in outputs)) - {"sum"}
-        if self._num_images < 2 or not any(output in self._marks for output in outputs):
-            return
-        is_of_mean = self._has_mean_among(outputs)
-        for tensor, gradient in zip(inputs, gradients, strict=True):
-            if gradient is None:
-                continue
-            if not self._is_of_images(tensor):
-                self._marks[gradient] = {*marks, "statistic"}
-            elif is_of_mean:
-                self._marks[gradient] = {"now", "scaled"}
-
-    def _has_mean_among(self, losses: list[Tensor]) -> bool:
-        """Return whether one of ``losses`` is a mean over this worker's images."""
-        of_losses = (self._marks.get(loss, set()) for loss in losses if loss.ndim == 0)
-        return self._num_images > 1 and any("statistic" in marks and "sum" not in marks for marks in of_losses)
-
-    def _is_of_images(self, tensor: Tensor) -> bool:
-        """Return whether ``tensor`` is computed from the batch, or has a row for each image, as an attack on it has."""
-        if tensor in self._marks or id(tensor) in self._weights:
-            return tensor in self._marks
-        has_shape = tensor.shape[1:] == self._image_shape and _has_rows(tensor, self._num_images)
-        return has_shape or tensor.shape[:1] == (self._num_images,)
-
-    def _follow_single_numbers(self, name: str, args: Any, sources: list[Tensor], result: Any) -> None:
-        """Mark the numbers that Python takes out of a vector, and note whether it compares those of two images."""
-        vector = sources[0]
-        if vector.ndim == 1 and _has_rows(vector, self._num_images):
-            if name == "unbind":
-                for row, number in enumerate(result):
-                    self._marks[number].add(f"row {row % self._num_images}")
-            elif name == "__getitem__" and isinstance(args[1], int):
-                self._marks[result].add(f"row {args[1] % self._num_images}")
-        elif name in _COMPARED and len(sources) == 2 and result.ndim == 0:
-            first, second = (_rows_of(self._marks[source]) for source in sources)
-            self._has_compared |= bool(first and second and first != second)
-
-    def _mark_moved_parts(self, parts: Any) -> None:
-        """Mark those ``parts`` of a tensor whose row 0 is no longer of image 0, so that their rows count as moved."""
-        first_row = 0
-        for part in parts:
-            # A tensor may have the rows of all images several times, such as two views of each, one after the other. A
-            # part that begins with a repetition begins with the first image, too.
-            if first_row % self._num_images:
-                self._marks[part].add("moved")
-            first_row += len(part)
-
-    def _marks_of(self, call: _Call) -> set[str]:
-        """Return the marks for the result of a call: those of all its sources, and those that it adds or takes away."""
-        marks: set[str] = set().union(*(self._marks[source] for source in call.sources))
-        self._mark_statistics(call, marks)
-        self._mark_moved_rows(call, marks)
-        self._mark_sums_and_means(call, marks)
-        self._mark_scales(call, marks)
-        if _is_of_pairs(call):
-            marks.add("compares")
-        return marks
-
-    def _mark_statistics(self, call: _Call, marks: set[str]) -> None:
-        """Add ``statistic`` to the ``marks`` of a linear reduction over the images.
-
-        Add ``compares`` if the reduction is not linear, or if a statistic is used in a way that is not.
-        """
-        # A statistic is harmless as long as the loss is linear in it, because the mean over all workers' images is the
-        # mean of the workers' means. It is harmful if it is combined with single images again, each of which meets the
-        # statistic of its own worker only, if it is multiplied by another statistic, or if the function is not linear.
-        # A quotient of two sums is another thing, see _mark_sums_and_means, and so is a division by a count.
-        first, num_images = call.sources[0], call.num_images
-        statistics = [source for source in call.sources if "statistic" in self._marks[source]]
-        meets_images = (
-            len(statistics) < len(call.sources)
-            and isinstance(call.result, Tensor)
-            and _has_rows(call.result, num_images)
-        )
-        is_multiplied = len(statistics) > 1 and call.name in _MULTIPLICATIONS
-        of_divisor = self._marks_of_divisor(call)
-        is_divisor = "statistic" in of_divisor and not of_divisor & {"sum", "count"}
-        if statistics and (call.name not in _LINEAR or meets_images or is_multiplied or is_divisor):
-            marks.add("compares")
-
-        # A linear reduction over the images makes a statistic of each feature; another reduction compares the images.
-        if (call.name in _COMPARISONS or call.name in _STATISTICS) and first.ndim > 1 and _is_over_images(call):
-            marks.add("compares" if call.name in _COMPARISONS else "statistic")
-
-        # So do sums of the rows by an index, such as those of each class. A result with rows is of single images.
-        is_sum_of_rows = call.name in _SUMS_BY_INDEX and call.argument(1, "dim") == 0
-        if is_sum_of_rows and isinstance(call.result, Tensor) and not _has_rows(call.result, num_images):
-            marks.add("statistic")
-
-        # The same holds for a reduction of a whole tensor, or of a number for each image: the mean of the losses is
-        # harmless in itself, but its square or its distance from a bound is not, and neither are the largest losses.
-        if _has_rows(first, num_images) and (first.ndim == 1 or call.gives_one_number):
-            if call.name in _COMPARISONS:
-                marks.add("compares")
-            if call.gives_one_number and (call.name in _STATISTICS or _LOSSES.fullmatch(call.name)):
-                marks.add("statistic")
-
-    def _mark_moved_rows(self, call: _Call, marks: set[str]) -> None:
-        """Add ``moved`` to the ``marks`` if the call moves rows, and ``compares`` if it combines them with others."""
-        # Moved rows are combined with rows of other images, unless all operands have moved.
-        have_moved = ["moved" in self._marks[source] for source in call.sources if source.ndim]
-        has_dimensions = isinstance(call.result, Tensor) and call.result.ndim > 0
-        if call.name in _JOINS or not has_dimensions:
-            marks.discard("moved")
-        elif len(set(have_moved)) > 1:
-            marks.add("compares")
-
-        # A second move usually undoes the first. Without positional arguments, it is not known what is moved.
-        if call.args and call.sources[0] is call.args[0] and _moves_rows(call):
-            marks ^= {"moved"}
-
-    def _mark_sums_and_means(self, call: _Call, marks: set[str]) -> None:
-        """Add ``sum``, ``count``, ``selected`` and ``other mean`` to the ``marks``; a quotient is no sum any more."""
-        # A single number that adds up the images is larger if the worker has more of them. The sum of a mask that
-        # covers equally many numbers of each image counts the images.
-        first = call.sources[0]
-        adds_up_rows = call.name in ("sum", "nansum") and _has_rows(first, call.num_images)
-        if call.gives_one_number and (adds_up_rows or call.kwargs.get("reduction") == "sum"):
-            marks.add("count" if _covers_alike(first) else "sum")
-
-        # A mask selects more rows on some workers than on others, so a mean over the rows, such as a loss of torch,
-        # weights the workers wrongly. One that selects equally many numbers of each image, as one_hot(labels), does
-        # not.
-        indices = [leaf for leaf in tree_leaves(call.args[1:]) if isinstance(leaf, Tensor)]
-        masks = [index for index in indices if index.dtype == torch.bool]
-        if call.name in ("__getitem__", "masked_select") and not all(map(_covers_alike, masks)):
-            marks.add("selected")
-        # So does Python if it joins the numbers of some images alone, as after `sorted(losses, key=float)[-4:]`.
-        are_numbers = call.name in _JOINS and all(_rows_of(self._marks[source]) for source in call.sources)
-        if are_numbers and len(_rows_of(marks)) < call.num_images:
-            marks.add("selected")
-        is_mean_loss = _LOSSES.fullmatch(call.name) and call.kwargs.get("reduction", "mean") in ("mean", "batchmean")
-        if (call.name == "mean" or is_mean_loss) and "selected" in marks:
-            marks.add("other mean")
-
-        # The same holds for a cross entropy with class weights, which divides by their sum, or with labels left out.
-        if call.name in ("cross_entropy", "nll_loss") and call.kwargs.get("reduction", "mean") == "mean":
-            target, weight = call.argument(1, "target"), call.argument(2, "weight")
-            has_classes = isinstance(target, Tensor) and target.ndim == 1 and not target.is_floating_point()
-            ignored = call.kwargs.get("ignore_index", -100)
-            if weight is not None or (has_classes and bool((target == ignored).any())):
-                marks.add("other mean")
-
-        # A quotient of two sums is a mean over something else, which the divisor counts. A sum that is divided by this
-        # worker's number of images, or by a tensor, counts as a mean; divided by the global batch size, it is a sum.
-        if call.name in _DIVISIONS:
-            divisor = call.argument(1, "other")
-            if "sum" in self._marks_of_divisor(call):
-                marks.add("other mean")
-            if isinstance(divisor, Tensor) or (divisor % call.num_images == 0 and divisor != self._batch_size):
-                marks -= {"sum", "count"}
-
-    def _mark_scales(self, call: _Call, marks: set[str]) -> None:
-        """Take ``scaled`` away from the ``marks`` if the scale of a gradient cancels; its inverse is ``inverse``."""
-        of_divisor = self._marks_of_divisor(call)
-        is_inverse = call.name in ("__rdiv__", "reciprocal", "rsqrt")
-
-        # The scale cancels in a quotient, also in one that is a product with an inverse.
-        if call.name in _SCALE_FREE or (call.name in _MULTIPLICATIONS and marks >= {"scaled", "inverse"}):
-            marks -= {"scaled", "inverse"}
-        elif "scaled" in marks and (is_inverse or "scaled" in of_divisor):
-            marks.discard("scaled")
-            dividend = call.sources[0]
-            if is_inverse or dividend is call.argument(1, "other") or "scaled" not in self._marks[dividend]:
-                marks.add("inverse")
-
-    def _marks_of_divisor(self, call: _Call) -> set[str]:
-        """Return the marks of the tensor by which the call divides; none if it divides by a number, or not at all."""
-        divisor = call.argument(1, "other") if call.name in _DIVISIONS else None
-        return self._marks.get(divisor, set()) if isinstance(divisor, Tensor) else set()
-
-
-def _rows_of(marks: set[str]) -> set[str]:
-    """Return those of ``marks`` that say of which single images a number is."""
-    return {mark for mark in marks if mark.startswith("row ")}
-
-
-def _moves_rows(call: _Call) -> bool:
-    """Return whether a call moves the rows of its first argument to other positions than those of their images."""
-    name, args = call.name, call.args
-    if name not in ("__getitem__", "index_select", "flip", "roll") or not _has_rows(args[0], call.num_images):
-        return False
-    # A slice moves rows unless it begins with the first image; numbers of rows may choose any order, a mask keeps it.
-    if name == "__getitem__" and isinstance(args[1], slice):
-        return bool((args[1].start or 0) % call.num_images)
-    if name == "__getitem__":
-        return isinstance(args[1], Tensor) and args[1].ndim == 1 and args[1].dtype == torch.int64
-    if name == "index_select":
-        return call.argument(1, "dim") == 0
-    # flip(0, 1) or flip((0, 1)) has the dimensions after the tensor, roll(shifts, dims) has them after the shifts.
-    dims = call.kwargs.get("dims", args[1:]) if name == "flip" else call.argument(2, "dims", 0)
-    return 0 in tree_leaves(dims)
-
-
-def _is_part_of_rows(tensor: Tensor, index: Any, num_images: int) -> bool:
-    """Return whether ``index`` is a slice of the rows of ``tensor`` that begins or ends among the images."""
-    rows = index[0] if isinstance(index, tuple) and index else index
-    if not isinstance(rows, slice) or num_images < 2 or not _has_rows(tensor, num_images):
-        return False
-    start, stop, _ = rows.indices(len(tensor))
-    return bool(start % num_images or stop % num_images)
-
-
-def _is_of_pairs(call: _Call) -> bool:
-    """Return whether a call combines images with images, by a product, a distance, or all pairs of rows."""
-    name, sources, result, num_images = call.name, call.sources, call.result, call.num_images
-    if name == "pdist":
-        return True
-    if len(sources) < 2:
-        return False
-    if name == "cdist" and sources[0].ndim == 2:  # with a single source, distances to weights or to a table
-        return True
-    if name in _PRODUCTS and any(source.ndim < 3 for source in sources):
-        return True
-    if name == "einsum":  # it computes each image alone if all operands and the result begin with the same letter
-        operands, _, output = str(call.args[0]).replace(" ", "").partition("->")
-        if len({subscripts[:1] for subscripts in (*operands.split(","), output)}) > 1:
-            return True
-    if not isinstance(result, Tensor) or result.ndim < 2:
-        return False
-    # All pairs of rows, as in x[:, None] - x[None]: the first two dimensions are images, and one operand has a 1 first.
-    has_pairs = result.shape[0] % num_images == 0 and result.shape[1] % num_images == 0
-    return has_pairs and any(source.ndim > 1 and source.shape[0] == 1 for source in sources)
-
-
-def _is_over_images(call: _Call) -> bool:
-    """Return whether a reduction is over the first dimension of its first source, and this is the images."""
-    tensor = call.sources[0]
-    if not _has_rows(tensor, call.num_images):
-        return False
-    # Find the dimensions: given by a name, or as the first positional argument that is a number or several.
-    positional = next((argument for argument in call.args[1:] if isinstance(argument, (int, tuple, list))), None)
-    dim = call.kwargs.get("dim", call.kwargs.get("axis", positional))
-    if call.name in ("norm", "vector_norm", "normalize"):  # their first number is the order
-        dim = call.argument(2, "dim")
-    dims = dim if isinstance(dim, (tuple, list)) else (dim,)
-    # A negative number counts from the last dimension. True and False are no numbers of dimensions, but options.
-    return 0 in [d if not isinstance(d, int) or d >= 0 else d + tensor.ndim for d in dims if not isinstance(d, bool)]
-
-
-def _covers_alike(mask: Tensor) -> bool:
-    """Return whether each row of ``mask``, (m, ...), has the same sum, though not all of its numbers are the same.
-
-    Such are the mask of a masked autoencoder, which covers equally many patches of each image, and ``one_hot(labels)``.
-    """
-    if mask.ndim < 2 or mask.requires_grad:
-        return False
-    rows = mask.flatten(1)
-    sums = rows.sum(1)
-    return bool(torch.allclose(sums, sums[:1].expand_as(sums)) and (rows != rows[:1, :1]).any())
-
-
-def _has_rows(tensor: Tensor, num_images: int) -> bool:
-    """Return whether ``tensor`` has one row per image, or several, such as one per patch."""
-    return tensor.ndim > 0 and tensor.shape[0] > 0 and tensor.shape[0] % num_images == 0

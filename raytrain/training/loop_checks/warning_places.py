@@ -1,7 +1,7 @@
 """Places of warnings: a warning of torch names the line of the loop, not one of a function here that passes calls on.
 
 Python names the file and line of the function that has called the one that warns. While a loop is watched, that is
-always the same line, where :mod:`raytrain.training.loop_checks.loop_watch` calls torch for the loop.
+always the same line, where :mod:`raytrain.training.loop_checks.watched_calls` calls torch for the loop.
 """
 
 from __future__ import annotations
