@@ -96,7 +96,9 @@ def test_a_state_goes_on_in_mid_epoch_on_another_number_of_processes(images: Pat
 
 def test_a_loop_that_leaves_an_epoch_begins_the_next_one(images: Path) -> None:
     (left,), (whole,) = loaders(images, 1), loaders(images, 1)
-    next(iter(left))
+    batch = next(iter(left))
+    pixels, labels = batch
+    assert batch[0] is pixels and batch[1] is labels  # as scripts with torch's DataLoader say, too
     epoch([whole])
     assert_same(epoch([left]), epoch([whole]))
 

@@ -52,6 +52,10 @@ class Batch:
         images_of_tensors.expect(self.images)
         return iter((self.images, self.labels))
 
+    def __getitem__(self, index: int) -> Tensor:
+        """Return the images for 0 and the labels for 1, like a pair from torch's ``DataLoader``."""
+        return tuple(self)[index]
+
     def to(self, *device: Any, **options: Any) -> Batch:
         """Return the batch with its tensors moved like ``Tensor.to``; trainers of other libraries call this."""
         names = "images", "labels", "targets", "samples"
