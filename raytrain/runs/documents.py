@@ -24,6 +24,7 @@ from raytrain.config import ResolvedConfig, TrainConfig
 from raytrain.config.user_code import names_own_function, stored_function_error
 from raytrain.config.values import fits_64_bits, matches
 from raytrain.errors import UsageError, did_you_mean, shell_command
+from raytrain.runs.redact import redact
 from raytrain.storage.store import Store
 
 CONFIG = "config.json"
@@ -189,8 +190,12 @@ def warn_once(problem: str) -> None:
 
 
 def write_config(store: Store, config: TrainConfig) -> None:
-    """Write the options of a run, or of a sweep. A run exists for others once it has this document."""
-    store.put(CONFIG, config.to_json().encode())
+    """Write the options of a run, or of a sweep. A run exists for others once it has this document.
+
+    Secrets are removed from tags and the note, which are a person's own words.
+    """
+    tags, note = tuple(map(redact, config.tag)), config.note and redact(config.note)
+    store.put(CONFIG, dataclasses.replace(config, tag=tags, note=note).to_json().encode())
 
 
 def read_config(store: Store, report: Report = warn_once) -> TrainConfig:

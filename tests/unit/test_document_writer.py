@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from raytrain.monitor.document_writer import DocumentWriter, progress_of
 from raytrain.monitor.events import CheckpointWritten
 from raytrain.monitor.monitor import RunMonitor
 from raytrain.monitor.stop_request import read_stop_request, request_stop
-from raytrain.runs.documents import STOP_REQUEST, SUMMARY, read_json, run_names, run_store
+from raytrain.runs.documents import STOP_REQUEST, SUMMARY, read_config, read_json, run_names, run_store
 from raytrain.runs.machine_history import MachineUse, read_machine_history, read_machines
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.metrics_history import History
@@ -130,6 +131,15 @@ def test_a_summary_holds_no_secret(store: Store, monitor: RunMonitor, monkeypatc
     documents.conclude(result, monitor.snapshot())
     assert (result.error, str(result.stop_reason)) == ("https://…@host refused", "caller/enough of …")
     assert "hidden-word" not in str(monitor.snapshot()) and b"hidden-word" not in store.get(SUMMARY)
+
+
+def test_stored_tags_and_notes_hold_no_secret(
+    store: Store, config: ResolvedConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SOME_API_KEY", "hidden-word")
+    DocumentWriter(store, num_steps=100).begin(replace(config, tag=("of hidden-word",), note="with hidden-word"))
+    stored = read_config(store)
+    assert (stored.tag, stored.note) == (("of …",), "with …")
 
 
 def test_a_stored_request_to_stop_holds_no_secret(
