@@ -48,7 +48,7 @@ def replayed(record: RunRecord, step: int, folder: str) -> Snapshot:
     with closing(History(open_store(folder))) as history:
         monitor = RunMonitor(record.name, record.status.num_steps, steps_per_epoch, history, clock=lambda: now_s)
         now_s = record.summary.get("startup_seconds", 0.0)
-        monitor.started(record.status.num_workers, 0)
+        monitor.note_start(record.status.num_workers, 0)
         for row in record.metrics:
             if row.step <= step:
                 now_s = row.elapsed_s

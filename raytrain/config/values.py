@@ -186,12 +186,13 @@ def check_limit(options: type, name: str, value: object) -> None:
     bounds = _bounds(options)[name]
     parts = cast(tuple[object, ...], value) if isinstance(value, tuple) else (value,)
     numbers = [part for part in parts if isinstance(part, (int, float))]
+    allowed = " and ".join(f"{words} {limit}" for _, words, limit in bounds)
+    subject = "each number" if isinstance(value, tuple) else "it"
     # Such a number is not shown, as it may have thousands of digits.
     if not all(fits_64_bits(number) for number in numbers if isinstance(number, int)):
-        raise UsageError(f"{flag(name)} is a whole number that does not fit into 64 bits; give a smaller one.")
+        advice = f"{subject} must be {allowed}" if bounds else "give a smaller one"
+        raise UsageError(f"{flag(name)} is a whole number that does not fit into 64 bits; {advice}.")
     if not all(holds(number, limit) for number in numbers for holds, _, limit in bounds):
-        allowed = " and ".join(f"{words} {limit}" for _, words, limit in bounds)
-        subject = "each number" if isinstance(value, tuple) else "it"
         raise UsageError(f"{flag(name)} is {value}; {subject} must be {allowed}.")
     if not all(map(math.isfinite, numbers)):
         raise UsageError(f"{flag(name)} is {', '.join(map(str, numbers))}; give a finite number.")

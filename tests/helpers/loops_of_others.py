@@ -591,8 +591,9 @@ def epoch_by_epoch(run: Any) -> list[nn.Module]:
     for epoch in run.epochs(evaluate=dict):
         model.train()
         model[0].requires_grad_(epoch.number > 0)
-        for number, batch in enumerate(epoch, start=1):
+        for batch in epoch:
             optimizer.zero_grad()
+            number = batch.step % len(epoch) + 1  # one of enumerate would begin again after a resume
             loss = cross_entropy(model(batch.images), batch.labels) * number / len(epoch)
             loss.backward()
             optimizer.step()

@@ -320,9 +320,10 @@ def image_set(monkeypatch: pytest.MonkeyPatch) -> Callable[[Manifest], ingest.Im
 
     def make(manifest: Manifest) -> ingest.ImageSet:
         skipped: list[SkippedImage] = []
-        retried = SimpleNamespace(remote=lambda count: None)  # by what else this process has fetched
         coordinator: Any = SimpleNamespace(
-            skipped=skipped, skip=SimpleNamespace(remote=skipped.extend), retried=retried
+            skipped=skipped,
+            note_skipped=SimpleNamespace(remote=skipped.extend),
+            note_retries=SimpleNamespace(remote=lambda count: None),  # by what else this process has fetched
         )
         rows = manifest.rows_per_block(SHAPE)
         return ingest.ImageSet(open_store(manifest.url), ImageFormat(SHAPE), manifest, rows, coordinator)
