@@ -63,7 +63,8 @@ class StoredLines:
     def blocks(self) -> Iterator[bytes]:
         """Yield the document in blocks of whole lines; an unfinished last line is a block of its own.
 
-        Nothing is yielded if there is no document.
+        Nothing is yielded if there is no document. A line that is longer than a block is no row: its first block is the
+        last one, as the line may be a hole of terabytes.
         """
         start = 0
         while True:
@@ -76,6 +77,8 @@ class StoredLines:
             if not block:
                 return
             yield block
+            if len(data) == BLOCK_BYTES and b"\n" not in data:
+                return
             start += len(block)
 
 

@@ -83,8 +83,14 @@ class FolderStore(Store):
         try:
             open_file = partial(open, self._file(path), "rb", buffering=0, opener=open_at_once)
             with with_retries(open_file, _UNTIL_CLOSED, has_too_many_files) as file:
-                if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                info = os.fstat(file.fileno())
+                if not stat.S_ISREG(info.st_mode):
                     raise StorageError(f"{self.url}/{path} is not a file but a pipe or a device; remove it.")
+                # A file with a hole in it may have any size. To ask for that much memory would end the command.
+                if num_bytes < 0 and info.st_size > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
+                    raise StorageError(
+                        f"{self.url}/{path} has {info.st_size:,} bytes, more than this machine's memory; remove it."
+                    )
                 file.seek(start)
                 return file.readall() if num_bytes < 0 else file.read(num_bytes) or b""
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):

@@ -45,6 +45,8 @@ SHOWN: dict[str, Callable[[Path, Path], Any]] = {
         '{"status": 7, "step": 1e400, "heartbeat_at": 12, "pid": 99999999999999999999}'
     ),
     "a status that is a folder": lambda runs, good: _replaced(runs, good, STATUS).mkdir(),
+    "a status with a hole of terabytes": lambda runs, good: _with_hole(_replaced(runs, good, STATUS)),
+    "a history with a hole of terabytes": lambda runs, good: _with_hole(_replaced(runs, good, METRICS)),
     "a summary of other types": lambda runs, good: _replaced(runs, good, SUMMARY).write_text(
         '{"validation_accuracy": NaN, "seconds": Infinity}'
     ),
@@ -62,6 +64,11 @@ def _replaced(runs: Path, good: Path, document: str) -> Path:
     copy = Path(shutil.copytree(good, runs / "odd"))
     (copy / document).unlink(missing_ok=True)
     return copy / document
+
+
+def _with_hole(file: Path) -> None:
+    file.touch()
+    os.truncate(file, 2**42)
 
 
 @pytest.fixture
