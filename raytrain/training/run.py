@@ -465,6 +465,8 @@ class Run:
             logits = [model(batch.images) for batch in run.evaluation_batches()]
         """
         self._has_asked_for_images = True
+        # Also before the first step, and in it: a driver of Ray reads these images only once the run has started.
+        self.steps.report_start()
         for batch in self.batches.held_out(self._measured_part):
             self.models.begin_images()
             yield batch
@@ -567,7 +569,6 @@ class Run:
         With ``keeps_weights``, the weights that were measured are kept for the checkpoint, because the evaluation may
         swap the network's weights while it runs. Raises UsageError if only some workers evaluate.
         """
-        self.steps.report_start()  # in an evaluation before the first step, too: only then are its images read
         self.steps.check_all("evaluations")
         started = time.perf_counter()
         measured = self._evaluated(keeps_weights=keeps_weights)
