@@ -10,7 +10,7 @@ import socket
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -74,7 +74,8 @@ def messages(server: PageServer) -> Iterator[tuple[str, Any]]:
                     return
 
 
-def run_messages(server: PageServer) -> Iterator[dict[str, Any]]:
+def run_messages(server: PageServer) -> Generator[dict[str, Any]]:
+    """The messages about runs; ``close`` lets the viewer leave, for whom the server would wait at its end."""
     return (content for event, content in messages(server) if event == "run")
 
 
@@ -89,6 +90,7 @@ def test_a_viewer_gets_the_whole_history_and_then_what_is_new(tmp_path: Path) ->
         second = next(viewer)
         assert (second["curves"]["step"]["step"], second["curves"]["step"]["reset"]) == ([20], False)
         assert next(run_messages(server))["curves"]["step"]["step"] == [10, 20]  # another viewer, who comes late
+        viewer.close()
 
 
 def test_a_run_that_has_not_finished_says_how_to_resume_it(tmp_path: Path) -> None:
@@ -211,7 +213,7 @@ def test_a_viewer_that_never_reads_holds_up_nobody(tmp_path: Path) -> None:
         for first in range(0, 10_000, 2_000):
             runs.update(snapshot(rows[first : first + 2_000], first))
             assert next(awake)["state"]["step"] == first + 2_000
-        for viewer in asleep:
+        for viewer in (*asleep, awake):
             viewer.close()
 
 
@@ -226,6 +228,8 @@ def test_a_hundred_viewers_at_once_all_get_the_whole_run_and_what_is_new(tmp_pat
         assert all(first == firsts[0] for first in firsts)
         runs.update(snapshot(rows[4_000:], 4_000))
         assert {second["state"]["step"] for second in threads.map(lambda viewer: next(viewer), viewers)} == {5_000}
+        for viewer in viewers:
+            viewer.close()
 
 
 def test_viewers_hear_the_last_word_before_the_server_ends(tmp_path: Path) -> None:
@@ -288,6 +292,7 @@ def test_a_viewer_of_trials_gets_what_their_sweep_has_cost(tmp_path: Path) -> No
     with page(tmp_path, "rates-00", "rates-01", "alone-1") as server:
         costs = (content["sweep_dollars"] for event, content in messages(server) if event == "runs")
         assert next(filter(None, costs)) == {"rates": 0.5}
+        costs.close()
 
 
 def test_a_run_that_is_deleted_and_trained_anew_names_its_own_images(tmp_path: Path) -> None:
@@ -399,7 +404,7 @@ def test_connections_of_strangers_are_few_and_cut_off_nobody_who_watches(
         runs.update(snapshot([step_row(2, loss=1.0)], first_row=1))
         assert next(viewer)["state"]["step"] == 2
         assert status_of(server, "/") == 200  # whoever comes now is served, too
-        for connection in crowd:
+        for connection in (*crowd, viewer):
             connection.close()
 
 
