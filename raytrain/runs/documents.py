@@ -297,8 +297,10 @@ def parse_object(data: bytes) -> dict[str, Any]:
         raise ValueError("it is nested too deeply") from None
     if not isinstance(document, dict):
         raise ValueError("it is no JSON object")
-    # The parser allows about a thousand levels, at which functions that call themselves, such as plain, fail.
-    if _is_nested(cast(object, document), _MAX_LEVELS):
+    # The parser allows about a thousand levels, at which functions that call themselves, such as plain, fail. A row of
+    # a history has few brackets, so it need not be walked through.
+    num_opened = data.count(b"[") + data.count(b"{")
+    if num_opened > _MAX_LEVELS and _is_nested(cast(object, document), _MAX_LEVELS):
         raise ValueError("it is nested too deeply")
     return cast(dict[str, Any], document)
 
