@@ -125,7 +125,6 @@ class RunClaim(AbstractContextManager["RunClaim"]):
         self.claim = claim
         """The content of ``claim.json`` as this process wrote it last."""
         self._closed = threading.Event()
-        _held.add(claim.token)
         self._renewer = threading.Thread(target=self._renew_until_closed, daemon=True, name="claim")
         self._renewer.start()
 
@@ -210,6 +209,20 @@ def claim_run(store: Store, name: str) -> RunClaim:
         machine=machine_id(),
         pid=os.getpid(),
     )
+    # This process holds the claim from now on: another thread of it that reads one which is not held takes over.
+    _held.add(claim.token)
+    try:
+        _write_claim(store, claim, before, name)
+    except BaseException:
+        _held.discard(claim.token)
+        raise
+    if before is not None:  # the last owner may have been killed in the middle of a checkpoint
+        store.abort_uploads(is_run_file)
+    return RunClaim(store, claim)
+
+
+def _write_claim(store: Store, claim: Claim, before: Claim | None, name: str) -> None:
+    """Write ``claim`` in place of the one ``before``; raise UsageError if another process has written one since."""
     try:
         store.put_if(CLAIM, claim.to_json(), before and before.to_json())
     except ObjectChanged:
@@ -226,9 +239,6 @@ def claim_run(store: Store, name: str) -> RunClaim:
         time.sleep(_READ_BACK_AFTER_S)
         if (stored := _read(store)) != claim:
             raise _is_training(name, stored)
-    if before is not None:  # the last owner may have been killed in the middle of a checkpoint
-        store.abort_uploads(is_run_file)
-    return RunClaim(store, claim)
 
 
 def _wait_for_lease(store: Store, claim: Claim, name: str) -> Claim | None:

@@ -37,6 +37,7 @@ from raytrain.runs.metrics_history import History, read_metrics
 from raytrain.runs.outcome import Progress
 from raytrain.runs.ownership import Claim, RunClaim, claim_run
 from raytrain.runs.status import read_status
+from raytrain.storage.folder import FolderStore
 from raytrain.storage.open import open_store
 from raytrain.storage.store import ObjectChanged, Store
 from raytrain.training.checkpoint import Checkpoints
@@ -148,6 +149,25 @@ def claimed_at_the_same_moment(store: Store, num_processes: int) -> tuple[list[R
         results = list(pool.map(start, range(num_processes)))
     owners = [result for result in results if isinstance(result, RunClaim)]
     return owners, [result for result in results if isinstance(result, UsageError)]
+
+
+def test_a_claim_is_held_from_the_moment_at_which_others_can_read_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, put_if = open_store(str(tmp_path / "run")), FolderStore.put_if
+
+    def put_and_claim(self: FolderStore, path: str, data: bytes, expected: bytes | None) -> None:
+        put_if(self, path, data, expected)
+        monkeypatch.setattr(FolderStore, "put_if", put_if)
+        with pytest.raises(UsageError, match="training at this moment"):  # the claim is known not to be of a dead one
+            claim_run(store, "run")
+
+    def is_training(*arguments: Any) -> None:
+        raise UsageError("training at this moment")
+
+    monkeypatch.setattr(FolderStore, "put_if", put_and_claim)
+    monkeypatch.setattr(claims, "_wait_for_lease", is_training)  # whose owner cannot renew the claim in this thread
+    claim_run(store, "run").close()
 
 
 def test_of_many_owners_at_the_same_moment_one_gets_the_run(store: Store) -> None:
