@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
+from torch.utils.checkpoint import checkpoint
 
 from raytrain.errors import UsageError
 from raytrain.monitor.events import Note
@@ -164,6 +165,46 @@ def shaped_as_a_bias(run: Any) -> None:
         return (losses_of(model, batch) * (factors + 0.5)).mean()
 
     steps(run, model, run.prepare(SGD(model.parameters(), lr=0.1)), loss_of)
+
+
+class Between(nn.Module):
+    """A network with a function ``between`` its layers of features (n, 8)."""
+
+    def __init__(self, between: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Sequential(nn.Flatten(), nn.Linear(192, 8), nn.Tanh())
+        self.between, self.last = between, nn.Linear(8, 4)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        return self.last(self.between(self.first(pixels)))
+
+
+def with_layer(make: Callable[[], nn.Module], apply: Callable[[Any, Tensor], Tensor]) -> Loop:
+    """A loop with a network that has the layer of ``make`` between its own, which ``apply`` calls with features."""
+
+    def network() -> nn.Module:
+        layer = make()
+        network = Between(lambda features: apply(layer, features))
+        network.layer = layer
+        return network
+
+    return by_steps(entropy, network)
+
+
+def spread_of_transposed(features: Tensor) -> Tensor:
+    turned = features.T
+    return ((turned - turned.mean(1, keepdim=True)) / turned.var(1, keepdim=True).add(0.1).sqrt()).T
+
+
+class Centring(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, features: Tensor) -> Tensor:
+        return features - features.square().mean(0)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
 
 
 def numpys_generator(run: Any) -> None:
@@ -430,6 +471,25 @@ def prefetched_but_for_the_last(run: Any) -> None:
 
 REMEMBERED, QUEUE = Remembered(), Queue()
 NOTES: dict[str, tuple[Loop, str]] = {
+    "a spread of transposed features": (by_steps(entropy, lambda: Between(spread_of_transposed)), "run.gather("),
+    "attention over images": (
+        with_layer(lambda: nn.TransformerEncoderLayer(8, 2, 16, 0.0), lambda layer, z: layer(z[:, None])[:, 0]),
+        "run.gather(",
+    ),
+    "recurrence over images": (
+        with_layer(lambda: nn.LSTM(8, 8), lambda layer, z: layer(z)[0]),
+        "run.gather(",
+    ),
+    "images as channels": (
+        by_steps(entropy, lambda: Between(lambda z: F.group_norm(z.T[None], 2)[0].T)),
+        "run.gather(",
+    ),
+    "frequencies of images": (
+        by_steps(entropy, lambda: Between(lambda z: torch.fft.fft(z, dim=0).abs())),
+        "run.gather(",
+    ),
+    "a function of its own": (by_steps(entropy, lambda: Between(Centring.apply)), "run.gather("),
+    "a bound of the spread": (by_features(lambda z, y: F.relu(z.std(0) - 1e3).sum()), "run.gather("),
     "the square of run.mean": (lambda run: of_mean(torch.square)(run), "compares the images"),
     "several losses, of which one is a sum": (several_at_once, "is a sum"),
     "a bound of the loss": (by_steps(lambda m, b: (entropy(m, b) - 0.5).abs() + 0.5, mlp), "run.gather("),
@@ -677,6 +737,20 @@ def of_mean(term: Callable[[Tensor], Tensor]) -> Loop:
 
 
 SILENT: dict[str, Loop] = {
+    "attention over parts of an image": with_layer(
+        lambda: nn.TransformerEncoderLayer(4, 2, 16, 0.0, batch_first=True),
+        lambda layer, z: layer(z.view(-1, 2, 4)).flatten(1),
+    ),
+    "recurrence over parts of an image": with_layer(
+        lambda: nn.LSTM(4, 4, batch_first=True), lambda layer, z: layer(z.view(-1, 2, 4))[0].flatten(1)
+    ),
+    "a spread of the channels": by_steps(
+        entropy, lambda: Between(lambda z: F.group_norm(z, 2) + F.layer_norm(z, (8,)) - z.mean(1, keepdim=True))
+    ),
+    "checkpointed": by_steps(entropy, lambda: Between(lambda z: checkpoint(torch.sin, z, use_reentrant=False))),
+    "batch norm": by_steps(entropy),
+    "written rows": by_steps(entropy, lambda: Between(lambda z: torch.zeros(*z.shape, dtype=z.dtype).copy_(z).add_(1))),
+    "less its mean": by_features(lambda z, y: (z - z.mean(0)).sum(1).mean()),
     "run.mean beside another loss": of_mean(lambda mean: 0.5 * mean + 1),
     "adversarial images": by_steps(attacked, mlp),
     "half of the patches": by_steps(lambda m, b: covered(m, b, PATCHES[b.samples].argsort(1) < 8), mlp),

@@ -3,8 +3,10 @@
 A loop is exact if its loss is a mean over images and each term depends on one image only. That cannot be proved from
 outside, but the usual exceptions show in the calls of torch that the loop makes. They are followed
 (:mod:`raytrain.training.loop_checks.watched_calls`) in the first two steps of each of the first five epochs of an
-attempt, because some losses begin after a warm-up. Nothing is replaced, and other steps are not watched. Numbers that
-come from outside of these calls are compared between the workers (:mod:`raytrain.training.loop_checks.loop_numbers`).
+attempt, because some losses begin after a warm-up. One of these steps is also computed with some images swapped
+(:mod:`raytrain.training.loop_checks.swapped_images`). Nothing is replaced, and other steps are not watched. Numbers
+that come from outside of these calls are compared between the workers
+(:mod:`raytrain.training.loop_checks.loop_numbers`).
 """
 
 from __future__ import annotations
@@ -67,6 +69,7 @@ class LoopWatch:
         self._num_steps_left = 0  # that are watched in this epoch
         self._num_epochs_left = _NUM_EPOCHS if worker.world_size > 1 and not config.compile else 0
         self._epoch: int | None = None
+        self._may_swap = False  # True if no step of this epoch was computed with swapped images
 
     @contextmanager
     def step(self, batch: Batch, frame: FrameType | None, run: object) -> Iterator[None]:
@@ -76,9 +79,11 @@ class LoopWatch:
         Steps that are not to be watched pass as they are. Raises UsageError, within the step, for a batch norm over
         this worker's images alone.
         """
+        is_first = self._epoch is None
         if batch.epoch != self._epoch and self._num_epochs_left:
             self._num_epochs_left -= 1
             self._num_steps_left = _NUM_WATCHED
+            self._may_swap = True
         self._epoch = batch.epoch
         if not self._num_steps_left:
             yield
@@ -92,9 +97,13 @@ class LoopWatch:
         states = list(map(state_of, generators))
 
         weights = [weight for model in self._models.trained for weight in (*model.parameters(), *model.buffers())]
-        self._calls.begin(batch, weights)
+        # Swapped images cost up to the time of two steps, so they are computed once in an epoch. In an attempt's first
+        # step, a network whose last layer begins with zeros gives the same for all images, which shows nothing.
+        swaps, self._may_swap = self._may_swap and not is_first, self._may_swap and is_first
+        self._calls.begin(batch, weights, swaps=swaps)
         with self._calls, warnings_at_callers(watched_calls.__file__):
             yield
+        self._calls.end()
 
         # A loop may have a generator for each image, which draws for it alone: then there are as many seeds as images.
         # With fewer, one of them has drawn for several images.

@@ -5,12 +5,10 @@ all that is computed from the batch, from tensor to tensor.
 
 A tensor that depends on the batch has a set of marks. All tensors that are computed from it inherit them:
 
-- ``statistic``: the tensor is a sum or a mean over the images, for each feature. This alone is harmless, because a loss
-  may be linear in it.
-- ``compares``: images are compared with each other, by a product of images with images, by a statistic over images
-  that is not linear, is multiplied by another statistic, or is combined with single images, or by ``moved`` rows.
-- ``moved``: rows have other positions than their images in the batch, as in ``x[1:]``, ``x.flip(0)`` or ``x[order]``.
-  This is harmless unless they are combined with rows that were not moved, which belong to other images.
+- ``statistic``: the tensor is a sum, a mean or another reduction over the images. This alone is harmless, because a
+  loss may be linear in it.
+- ``compares``: a statistic is used in a way that is not linear. The loss has this mark, too, if it changes with swapped
+  images (:mod:`raytrain.training.loop_checks.swapped_images`), as it does if images are compared with each other.
 - ``sum``: the tensor is a sum over images that has not been divided by their number.
 - ``count``: the tensor is the sum of a mask that covers equally many numbers of each image. It may be a divisor.
 - ``selected``: a mask has selected rows, whose number differs between workers.
@@ -25,7 +23,7 @@ A tensor that depends on the batch has a set of marks. All tensors that are comp
   it, as a loop over the vector does. This is harmless unless Python compares two of them, as ``sorted`` does.
 
 A note is made only if the loss has a mark when its backward is called, because other uses of a tensor, such as in a
-metric, change no weight. ``statistic``, ``count``, ``moved``, ``selected``, ``inverse``, ``now`` and rows have no note:
+metric, change no weight. ``statistic``, ``count``, ``selected``, ``inverse``, ``now`` and rows have no note:
 they only lead to others.
 """
 
@@ -49,6 +47,7 @@ from raytrain.training.batches.batch import Batch
 from raytrain.training.exact import gather
 from raytrain.training.exact.gradients import HOOK_NOTE
 from raytrain.training.loop_checks.loop_numbers import LoopNumbers
+from raytrain.training.loop_checks.swapped_images import SwappedImages
 
 _log = logging.getLogger(__name__)
 NOTES = {
@@ -95,14 +94,12 @@ NOTES = {
     ),
     "hook": HOOK_NOTE,
 }
-_STATISTICS = {"mean", "sum", "nanmean", "nansum"}  # linear functions that make a statistic, if they are over images
-_COMPARISONS = {
-    *("std", "var", "std_mean", "var_mean", "norm", "vector_norm", "normalize", "cov", "corrcoef"),
-    *("softmax", "log_softmax", "logsumexp", "amax", "amin", "max", "min", "median", "quantile"),
+_REDUCTIONS = {  # that make a statistic, if they are over images
+    *("mean", "sum", "nanmean", "nansum", "std", "var", "std_mean", "var_mean", "norm", "vector_norm", "normalize"),
+    *("cov", "corrcoef", "softmax", "log_softmax", "logsumexp", "amax", "amin", "max", "min", "median", "quantile"),
     *("sort", "argsort", "topk", "cumsum", "prod", "bincount", "histc", "unique", "unique_consecutive"),
 }
 _SUMS_BY_INDEX = {"index_add", "index_add_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_"}
-_PRODUCTS = {"matmul", "mm", "__matmul__", "__rmatmul__", "mv", "dot", "tensordot", "addmm", "linear", "inner"}
 _LINEAR = {
     *("mean", "sum", "add", "sub", "neg", "__add__", "__radd__", "__sub__", "__rsub__", "__neg__", "stack", "cat"),
     *("mul", "__mul__", "__rmul__", "div", "__truediv__", "detach", "clone", "to", "float", "double", "__getitem__"),
@@ -112,7 +109,6 @@ _LINEAR = {
     *("matmul", "__matmul__", "__rmatmul__", "dot", "mv", "mm", "inner", "einsum", "tensordot", "unbind", "grad"),
 }
 _LOSSES = re.compile(r".*_loss|cross_entropy|kl_div|binary_cross_entropy.*")  # torch's, a mean unless told otherwise
-_PARTS = {"chunk", "split", "tensor_split", "split_with_sizes"}  # of rows, each at another position
 _JOINS = {"cat", "concat", "concatenate", "stack", "vstack"}
 _TAKE_WEIGHTS = {  # functions of images and weights
     *("linear", "bilinear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
@@ -155,7 +151,7 @@ class WatchedCalls(TorchFunctionMode):
     Example::
 
         calls = WatchedCalls(print, batch_size=64)
-        calls.begin(batch, weights)
+        calls.begin(batch, weights, swaps=True)
         with calls:
             ...  # the loop's step
     """
@@ -176,9 +172,13 @@ class WatchedCalls(TorchFunctionMode):
         self._has_mean_loss = False  # True if the loss of a backward of this step was a mean over images
         self._image_shape = torch.Size()  # (C, H, W)
         self.numbers = LoopNumbers()  # that enter the losses from outside of torch's calls
+        self._swapped = SwappedImages()
 
-    def begin(self, batch: Batch, weights: Sequence[Tensor]) -> None:
-        """Follow a step of ``batch``; ``weights`` are the parameters and buffers, which need no marks."""
+    def begin(self, batch: Batch, weights: Sequence[Tensor], *, swaps: bool) -> None:
+        """Follow a step of ``batch``; ``weights`` are the parameters and buffers, which need no marks.
+
+        If ``swaps``, compute the step with swapped images, too.
+        """
         for marks in self._marks.values():
             marks.discard("now")
             marks.add("kept")
@@ -188,13 +188,21 @@ class WatchedCalls(TorchFunctionMode):
         self._has_mean_loss, self._image_shape = False, batch.images.shape[1:]
         self._weights, self._shapes_of_weights = set(map(id, weights)), {weight.shape for weight in weights}
         self.numbers.begin(batch.num_used, self._weights)
+        if swaps:
+            tensors = (batch.images, batch.labels, batch.targets, batch.samples)
+            self._swapped.begin(tensors, batch.num_used, self._weights)
         self.seeds.clear()
+
+    def end(self) -> None:
+        """Compute with no swapped images any more, after the step."""
+        self._swapped.end()
 
     def follow_mean(self, numerator: Tensor, mean: Tensor) -> None:
         """Follow a ``mean`` that the run has computed of a ``numerator``, while this is paused."""
         inherited = self._marks.get(numerator, set()) - {"sum", "count", "selected"}
         self._marks[mean] = {*inherited, "now", "statistic"}
         self.numbers.follow_computed(numerator, mean)
+        self._swapped.scale(numerator, mean)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Return what a call of torch's function ``func`` does, and follow it; torch calls this for each call."""
@@ -209,6 +217,8 @@ class WatchedCalls(TorchFunctionMode):
             self.numbers.note_losses(losses)
             marks = set[str]().union(*(self._marks.get(loss, ()) for loss in losses))
             self._has_mean_loss |= self._has_mean_among(losses)
+            if self._swapped.are_compared(losses) and "other mean" not in marks:
+                marks.add("compares")
             if "scaled" in marks:  # then the loss is neither a sum nor a mean over images
                 marks.discard("sum")
             if "gathered" in marks:  # the loop has gathered rows already, only not those of its images
@@ -226,7 +236,7 @@ class WatchedCalls(TorchFunctionMode):
             return iter(self.__torch_function__(Tensor.unbind, types, args))
 
         num_gathers = gather.num_backwards
-        result = func(*args, **kwargs)
+        result = self._swapped.call(func, name, args, kwargs)
         leaves = tree_leaves((args, kwargs))  # once for numbers and marks, because it takes longest
         self.numbers.follow(name, args, leaves, result, sys._getframe(1))
         # A generator of the loop's that draws a number, or several, for each image. A tensor with the shape of a weight
@@ -276,9 +286,6 @@ class WatchedCalls(TorchFunctionMode):
                 if isinstance(leaf, Tensor) and id(leaf) not in self._weights:
                     self._marks[leaf] = marks - (set() if leaf.is_floating_point() else {"scaled", "inverse"})
             self._follow_single_numbers(name, args, sources, result)
-            # Parts of rows, not of another dimension: it is the third argument, or dim.
-            if name in _PARTS and args[2:3] in ((), (0,)) and kwargs.get("dim", 0) == 0:
-                self._mark_moved_parts(result)
         return result
 
     def _follow_drawn(self, name: str, sources: list[Tensor], leaves: list[Any], result: Any) -> None:
@@ -341,79 +348,36 @@ class WatchedCalls(TorchFunctionMode):
             first, second = (_rows_of(self._marks[source]) for source in sources)
             self._has_compared |= bool(first and second and first != second)
 
-    def _mark_moved_parts(self, parts: Any) -> None:
-        """Mark those ``parts`` of a tensor whose row 0 is no longer of image 0, so that their rows count as moved."""
-        first_row = 0
-        for part in parts:
-            # A tensor may have the rows of all images several times, such as two views of each, one after the other. A
-            # part that begins with a repetition begins with the first image, too.
-            if first_row % self._num_images:
-                self._marks[part].add("moved")
-            first_row += len(part)
-
     def _marks_of(self, call: _Call) -> set[str]:
         """Return the marks for the result of a call: those of all its sources, and those that it adds or takes away."""
         marks: set[str] = set().union(*(self._marks[source] for source in call.sources))
         self._mark_statistics(call, marks)
-        self._mark_moved_rows(call, marks)
         self._mark_sums_and_means(call, marks)
         self._mark_scales(call, marks)
-        if _is_of_pairs(call):
-            marks.add("compares")
         return marks
 
     def _mark_statistics(self, call: _Call, marks: set[str]) -> None:
-        """Add ``statistic`` to the ``marks`` of a linear reduction over the images.
-
-        Add ``compares`` if the reduction is not linear, or if a statistic is used in a way that is not.
-        """
+        """Add ``statistic`` to the ``marks`` after a reduction over images, ``compares`` if a use is not linear."""
         # A statistic is harmless as long as the loss is linear in it, because the mean over all workers' images is the
-        # mean of the workers' means. It is harmful if it is combined with single images again, each of which meets the
-        # statistic of its own worker only, if it is multiplied by another statistic, or if the function is not linear.
-        # A quotient of two sums is another thing, see _mark_sums_and_means, and so is a division by a count.
-        first, num_images = call.sources[0], call.num_images
+        # mean of the workers' means. Swapped images show whether the loss is linear, unless it bends elsewhere, such as
+        # at a bound that is not reached yet, or unless the statistic is a gradient, which has no variants.
         statistics = [source for source in call.sources if "statistic" in self._marks[source]]
-        meets_images = (
-            len(statistics) < len(call.sources)
-            and isinstance(call.result, Tensor)
-            and _has_rows(call.result, num_images)
-        )
         is_multiplied = len(statistics) > 1 and call.name in _MULTIPLICATIONS
-        of_divisor = self._marks_of_divisor(call)
-        is_divisor = "statistic" in of_divisor and not of_divisor & {"sum", "count"}
-        if statistics and (call.name not in _LINEAR or meets_images or is_multiplied or is_divisor):
+        if statistics and (call.name not in _LINEAR or is_multiplied):
             marks.add("compares")
 
-        # A linear reduction over the images makes a statistic of each feature; another reduction compares the images.
-        if (call.name in _COMPARISONS or call.name in _STATISTICS) and first.ndim > 1 and _is_over_images(call):
-            marks.add("compares" if call.name in _COMPARISONS else "statistic")
+        # A reduction over the images makes a statistic of each feature, or one of a whole tensor with rows.
+        first, is_reduction = call.sources[0], call.name in _REDUCTIONS
+        if is_reduction and first.ndim > 1 and _is_over_images(call):
+            marks.add("statistic")
+        is_loss = _LOSSES.fullmatch(call.name) is not None
+        if call.gives_one_number and (is_reduction or is_loss) and _has_rows(first, call.num_images):
+            marks.add("statistic")
 
         # So do sums of the rows by an index, such as those of each class. A result with rows is of single images.
         is_sum_of_rows = call.name in _SUMS_BY_INDEX and call.argument(1, "dim") == 0
-        if is_sum_of_rows and isinstance(call.result, Tensor) and not _has_rows(call.result, num_images):
+        if is_sum_of_rows and isinstance(call.result, Tensor) and not _has_rows(call.result, call.num_images):
             marks.add("statistic")
-
-        # The same holds for a reduction of a whole tensor, or of a number for each image: the mean of the losses is
-        # harmless in itself, but its square or its distance from a bound is not, and neither are the largest losses.
-        if _has_rows(first, num_images) and (first.ndim == 1 or call.gives_one_number):
-            if call.name in _COMPARISONS:
-                marks.add("compares")
-            if call.gives_one_number and (call.name in _STATISTICS or _LOSSES.fullmatch(call.name)):
-                marks.add("statistic")
-
-    def _mark_moved_rows(self, call: _Call, marks: set[str]) -> None:
-        """Add ``moved`` to the ``marks`` if the call moves rows, and ``compares`` if it combines them with others."""
-        # Moved rows are combined with rows of other images, unless all operands have moved.
-        have_moved = ["moved" in self._marks[source] for source in call.sources if source.ndim]
-        has_dimensions = isinstance(call.result, Tensor) and call.result.ndim > 0
-        if call.name in _JOINS or not has_dimensions:
-            marks.discard("moved")
-        elif len(set(have_moved)) > 1:
-            marks.add("compares")
-
-        # A second move usually undoes the first. Without positional arguments, it is not known what is moved.
-        if call.args and call.sources[0] is call.args[0] and _moves_rows(call):
-            marks ^= {"moved"}
 
     def _mark_sums_and_means(self, call: _Call, marks: set[str]) -> None:
         """Add ``sum``, ``count``, ``selected`` and ``other mean`` to the ``marks``; a quotient is no sum any more."""
@@ -481,23 +445,6 @@ def _rows_of(marks: set[str]) -> set[str]:
     return {mark for mark in marks if mark.startswith("row ")}
 
 
-def _moves_rows(call: _Call) -> bool:
-    """Return whether a call moves the rows of its first argument to other positions than those of their images."""
-    name, args = call.name, call.args
-    if name not in ("__getitem__", "index_select", "flip", "roll") or not _has_rows(args[0], call.num_images):
-        return False
-    # A slice moves rows unless it begins with the first image; numbers of rows may choose any order, a mask keeps it.
-    if name == "__getitem__" and isinstance(args[1], slice):
-        return bool((args[1].start or 0) % call.num_images)
-    if name == "__getitem__":
-        return isinstance(args[1], Tensor) and args[1].ndim == 1 and args[1].dtype == torch.int64
-    if name == "index_select":
-        return call.argument(1, "dim") == 0
-    # flip(0, 1) or flip((0, 1)) has the dimensions after the tensor, roll(shifts, dims) has them after the shifts.
-    dims = call.kwargs.get("dims", args[1:]) if name == "flip" else call.argument(2, "dims", 0)
-    return 0 in tree_leaves(dims)
-
-
 def _is_part_of_rows(tensor: Tensor, index: Any, num_images: int) -> bool:
     """Return whether ``index`` is a slice of the rows of ``tensor`` that begins or ends among the images."""
     rows = index[0] if isinstance(index, tuple) and index else index
@@ -505,28 +452,6 @@ def _is_part_of_rows(tensor: Tensor, index: Any, num_images: int) -> bool:
         return False
     start, stop, _ = rows.indices(len(tensor))
     return bool(start % num_images or stop % num_images)
-
-
-def _is_of_pairs(call: _Call) -> bool:
-    """Return whether a call combines images with images, by a product, a distance, or all pairs of rows."""
-    name, sources, result, num_images = call.name, call.sources, call.result, call.num_images
-    if name == "pdist":
-        return True
-    if len(sources) < 2:
-        return False
-    if name == "cdist" and sources[0].ndim == 2:  # with a single source, distances to weights or to a table
-        return True
-    if name in _PRODUCTS and any(source.ndim < 3 for source in sources):
-        return True
-    if name == "einsum":  # it computes each image alone if all operands and the result begin with the same letter
-        operands, _, output = str(call.args[0]).replace(" ", "").partition("->")
-        if len({subscripts[:1] for subscripts in (*operands.split(","), output)}) > 1:
-            return True
-    if not isinstance(result, Tensor) or result.ndim < 2:
-        return False
-    # All pairs of rows, as in x[:, None] - x[None]: the first two dimensions are images, and one operand has a 1 first.
-    has_pairs = result.shape[0] % num_images == 0 and result.shape[1] % num_images == 0
-    return has_pairs and any(source.ndim > 1 and source.shape[0] == 1 for source in sources)
 
 
 def _is_over_images(call: _Call) -> bool:

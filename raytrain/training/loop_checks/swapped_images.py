@@ -1,0 +1,264 @@
+"""Computes a step of a loop again with some images swapped, which shows whether its loss compares images.
+
+Let A and B be two groups of a worker's images, of equal number, and a and b what is in them. A loss that is a mean over
+images of terms that depend on one image each is a sum of a function of A's rows and one of B's rows::
+
+    L(a, b) = f(a) + g(b)    and so    L(a, b) + L(b, a) = L(a, a) + L(b, b)
+
+where L(a, a) is the loss with the images of A in the rows of both groups. A loss that compares images, that is not
+linear in a mean over them, or that divides by a number that depends on several, such as that of a class, does not obey
+this, whatever functions it is made of, and in whichever dimension of a tensor the images are.
+
+So :class:`SwappedImages` computes L(b, a), L(a, a) and L(b, b) beside the loop's own L(a, b): each tensor that is
+computed from the batch has three *variants*, and each call of torch's functions is made with them, too. Nothing of this
+changes the loop's own tensors, random numbers or gradients. Most layers compute each row alone. Variants of their
+results are rows of the loop's own result in another order, and are not computed again.
+
+What the run computes over all workers, such as ``run.gather(rows)``, has no variants, because it is the same for all
+of them. Neither has what Python computes from numbers that it has taken out of tensors, nor a gradient.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils.weak import WeakIdKeyDictionary
+
+_log = logging.getLogger(__name__)
+_NUM_VARIANTS = 3
+_NOT_CALLED = {  # functions that have an effect beyond their result, or whose result does not depend on the images
+    *("backward", "grad", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "requires_grad_"),
+    *("__set__", "__reduce_ex__", "__deepcopy__", "__repr__", "__format__", "numpy", "__array__", "__dlpack__"),
+    *("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "__len__", "size", "dim", "share_memory_"),
+    *("zeros_like", "ones_like", "empty_like", "new_zeros", "new_ones", "new_empty"),
+}
+_ELEMENTWISE = {"add", "add_", "__add__", "__iadd__", "mul", "mul_", "__mul__"}
+_LAYERS = {  # with images in the first dimension, they compute each row alone
+    *("conv2d", "batch_norm", "linear", "relu", "relu_", "silu", "gelu", "hardswish", "hardsigmoid", "sigmoid", "tanh"),
+    *("leaky_relu", "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d"),
+}
+_ROUNDING = {torch.float64: 1e-10, torch.float32: 3e-5}  # in a loss, relative to it
+_COARSE_ROUNDING = 1e-2  # if a part of the step is computed in float16 or bfloat16
+
+
+class _VariantCall(NamedTuple):
+    """A call of a function with a variant of its arguments: its ``result``, and the ``leaves`` of the arguments."""
+
+    result: Any
+    leaves: list[Any]
+
+
+class SwappedImages:
+    """The variants of a step's tensors in which images are swapped.
+
+    Example::
+
+        swapped = SwappedImages()
+        swapped.begin([batch.images, batch.labels], batch.num_used, set())
+        loss = swapped.call(torch.mean, "mean", (batch.images,), {})
+        swapped.are_compared([loss])  # False
+    """
+
+    def __init__(self) -> None:
+        # Three variants of each tensor that depends on the batch. None means that they are the tensor's own rows, in
+        # the three orders.
+        self._variants: Any = WeakIdKeyDictionary()
+        self._orders = torch.empty(0)
+        self._weights: set[int] = set()
+        self._is_coarse = False  # True if a tensor of this step has float16 or bfloat16
+
+    def begin(self, tensors: Iterable[Tensor], num_images: int, weights: set[int]) -> None:
+        """Begin a step of a batch, whose ``tensors`` have a row for each of ``num_images``.
+
+        ``weights`` are the IDs of parameters and buffers, which get no variants. If there are fewer than two images,
+        nothing has variants.
+        """
+        self._variants = WeakIdKeyDictionary()
+        self._weights, self._is_coarse = weights, False
+        if num_images < 2:
+            return
+
+        # The groups are drawn, because a loop may compare neighbours. The loop's own random numbers stay as they are.
+        half = num_images // 2
+        drawn = torch.randperm(num_images, generator=torch.Generator().manual_seed(num_images))
+        first, second = drawn[:half], drawn[half : 2 * half]
+        self._orders = torch.arange(num_images).repeat(_NUM_VARIANTS, 1)  # of rows in (b, a), (a, a) and (b, b)
+        self._orders[0, first], self._orders[0, second] = second, first
+        self._orders[1, second] = first
+        self._orders[2, first] = second
+        for tensor in tensors:
+            self._variants[tensor] = None
+
+    def end(self) -> None:
+        """Follow no tensor any more, until the next :meth:`begin`."""
+        self._variants = WeakIdKeyDictionary()
+
+    def forget(self, tensor: Tensor) -> None:
+        """Have no variants of ``tensor`` any more, because it is the same for all of them."""
+        self._variants.pop(tensor, None)
+
+    def scale(self, source: Tensor, result: Tensor) -> None:
+        """Follow a ``result`` (), which the run has computed as the product of ``source`` () and a number."""
+        if self._variants.get(source) is not None:
+            factor = result.detach() / source.detach()
+            self._variants[result] = [variant * factor for variant in self._variants[source]]
+
+    def call(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """Return what torch's function ``func``, called ``name``, returns, and follow the result.
+
+        The function is called with each variant of the arguments, too, unless none has variants or it computes each row
+        alone. The run is computed with what the loop's own call returns or raises, and with nothing else.
+        """
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)] if self._variants else []
+        sources = [tensor for tensor in tensors if tensor in self._variants]
+        is_transformed = torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore
+        if not sources or is_transformed or name in _NOT_CALLED:  # tensors of torch.func must not outlive it
+            return func(*args, **kwargs)
+        if getattr(func, "__module__", "").startswith("torch.distributed"):
+            for source in sources:  # all workers have the same now
+                self.forget(source)
+            return func(*args, **kwargs)
+
+        # A layer that computes each row alone has nothing to compute for the variants.
+        if self._computes_rows_alone(name, args, kwargs, sources):
+            result = func(*args, **kwargs)
+            self._keep_one(result, None)
+            return result
+        calls: list[_VariantCall] = []
+        with _without_errors(name):
+            devices = sorted({tensor.device.index for tensor in tensors if tensor.is_cuda})
+            calls = [self._call_variant(number, func, args, kwargs, devices) for number in range(_NUM_VARIANTS)]
+        result = func(*args, **kwargs)
+        with _without_errors(name):
+            self._keep(calls, args, kwargs, result)
+        return result
+
+    def _call_variant(self, number: int, func: Any, args: Any, kwargs: Any, devices: list[int]) -> _VariantCall:
+        """Call ``func`` with a variant of the arguments, and copies of those without variants.
+
+        They are copied because the function may write into them. Random numbers on the CPU and the GPUs ``devices`` are
+        those that the loop's own call is to draw.
+        """
+        leaves, structure = tree_flatten((args, kwargs))
+        variants = {id(leaf): self._variant(leaf, number) for leaf in leaves}  # one for a leaf that comes twice
+        of_call = [variants[id(leaf)] for leaf in leaves]
+        own_args, own_kwargs = tree_unflatten(of_call, structure)
+        with torch.no_grad(), torch.random.fork_rng(devices):
+            return _VariantCall(func(*_with_statistics(func, args, own_args), **own_kwargs), of_call)
+
+    def _keep(self, calls: list[_VariantCall], args: Any, kwargs: Any, result: Any) -> None:
+        """Keep the results of ``calls`` as the variants of the loop's own ``result``; none if a variant has failed."""
+        if not calls:  # an argument that the loop's own call has written into has changed, unlike its variants
+            for written in (leaf for leaf in args[:1] if isinstance(leaf, Tensor)):
+                self.forget(written)
+            return
+
+        # What the function has written into is a result, too. New copies have been written into if their version is
+        # not 0. Other variants are kept already.
+        for position, leaf in enumerate(tree_leaves((args, kwargs))):
+            is_copied = isinstance(leaf, Tensor) and self._variants.get(leaf) is None
+            if is_copied and _is_written(calls[0].leaves[position]):
+                self._keep_one(leaf, [call.leaves[position] for call in calls])
+        results = [tree_leaves(call.result) for call in calls]
+        for position, leaf in enumerate(tree_leaves(result)):
+            if isinstance(leaf, Tensor) and all(position < len(of_call) for of_call in results):
+                self._keep_one(leaf, [of_call[position] for of_call in results])
+
+    def are_compared(self, losses: Sequence[Tensor]) -> bool:
+        """Return whether the sum of those of ``losses`` that are single numbers compares images."""
+        numbers = [loss for loss in losses if loss.numel() == 1]
+        if not any(loss in self._variants for loss in numbers):
+            return False
+        own = sum(loss.item() for loss in numbers)
+        exchanged, first, second = (
+            sum(self._variant(loss, variant).item() for loss in numbers) for variant in range(_NUM_VARIANTS)
+        )
+        rounding = max(_ROUNDING.get(loss.dtype, _COARSE_ROUNDING) for loss in numbers)
+        bound = (_COARSE_ROUNDING if self._is_coarse else rounding) * max(map(abs, (own, exchanged, first, second)))
+        return abs(own + exchanged - first - second) > bound  # False for NaN
+
+    def _computes_rows_alone(self, name: str, args: Any, kwargs: Any, sources: list[Tensor]) -> bool:
+        """Return whether the variants of a call's result are rows of the loop's own result, in another order.
+
+        They are if a layer gets one tensor whose variants are its own rows, or an operation several of one shape.
+        ``sources`` are the arguments with variants.
+        """
+        if not args or any(self._variants[source] is not None for source in sources):
+            return False
+        images = sources[0]
+        if name in _ELEMENTWISE:
+            others = [leaf for leaf in args if isinstance(leaf, Tensor) and leaf not in self._variants]
+            are_same_for_rows = all(other.ndim < images.ndim or other.shape[:1] == (1,) for other in others)
+            return are_same_for_rows and all(source.shape == images.shape for source in sources)
+        if len(sources) > 1 or images is not args[0]:
+            return False
+        if name == "flatten":
+            return (*args[1:], kwargs.get("start_dim", 0))[0] == 1
+        if name == "dropout":
+            return kwargs.get("training") is False
+        if name == "layer_norm":
+            return len(kwargs.get("normalized_shape", args[1:2] and args[1])) < images.ndim
+        return name in _LAYERS and (images.ndim == 4 or (images.ndim > 1 and "2d" not in name))
+
+    def _keep_one(self, tensor: Tensor, variants: list[Any] | None) -> None:
+        """Keep the ``variants`` of a ``tensor`` that is no weight, if they are like it; None means its own rows."""
+        fit = all(
+            isinstance(variant, Tensor) and variant.shape == tensor.shape and variant.dtype == tensor.dtype
+            for variant in variants or ()
+        )
+        if id(tensor) in self._weights or not fit:
+            self.forget(tensor)
+            return
+        self._is_coarse |= tensor.dtype in (torch.float16, torch.bfloat16)
+        # An index beyond a tensor's end ends the process on a GPU. So no whole number in a variant is larger or smaller
+        # than all that the loop has there, with which its calls work.
+        is_index = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
+        if variants is not None and is_index and not tensor.is_cpu and tensor.numel():
+            variants = [variant.clamp(*tensor.aminmax()) for variant in variants]
+        self._variants[tensor] = variants
+
+    def _variant(self, leaf: Any, number: int) -> Any:
+        """Return a variant of an argument, and a copy of a tensor or a generator without variants."""
+        if isinstance(leaf, torch.Generator):
+            return leaf.clone_state()
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if leaf not in self._variants:
+            return leaf.detach().clone()
+        variants = self._variants[leaf]
+        return leaf.detach()[self._orders[number].to(leaf.device)] if variants is None else variants[number]
+
+
+@contextmanager
+def _without_errors(name: str) -> Iterator[None]:
+    """Go on after an error in this context, as functions meet all kinds of arguments, and no run must fail by a search.
+
+    ``name`` is that of the function whose variants are computed.
+    """
+    try:
+        yield
+    except Exception:
+        _log.debug("the variants of a call of %s are not known", name, exc_info=True)
+
+
+def _with_statistics(func: Any, own: Any, args: Any) -> Any:
+    """Return ``args`` with the statistics of the loop's own images, if ``func`` is batch norm with those of a batch.
+
+    ``own`` are the arguments of the loop's own call. Batch norm of a prepared network compares images, rightly.
+    """
+    if func is not torch.batch_norm or not args[5]:
+        return args
+    images = own[0].detach()
+    variance, mean = torch.var_mean(images, [dim for dim in range(images.ndim) if dim != 1], correction=0)
+    return (*args[:3], mean, variance, False, *args[6:])
+
+
+def _is_written(copy: Any) -> bool:
+    """Return whether a function has written into ``copy``, a tensor that was new before its call."""
+    return isinstance(copy, Tensor) and not copy.is_inference() and copy._version > 0
