@@ -175,13 +175,15 @@ class SwappedImages:
         numbers = [loss for loss in losses if loss.numel() == 1]
         if not any(loss in self._variants for loss in numbers):
             return False
-        own = sum(loss.item() for loss in numbers)
-        exchanged, first, second = (
-            sum(self._variant(loss, variant).item() for loss in numbers) for variant in range(_NUM_VARIANTS)
-        )
-        rounding = max(_ROUNDING.get(loss.dtype, _COARSE_ROUNDING) for loss in numbers)
-        bound = (_COARSE_ROUNDING if self._is_coarse else rounding) * max(map(abs, (own, exchanged, first, second)))
-        return abs(own + exchanged - first - second) > bound  # False for NaN
+        with _without_errors("backward"):
+            own = sum(loss.item() for loss in numbers)
+            exchanged, first, second = (
+                sum(self._variant(loss, variant).item() for loss in numbers) for variant in range(_NUM_VARIANTS)
+            )
+            rounding = max(_ROUNDING.get(loss.dtype, _COARSE_ROUNDING) for loss in numbers)
+            bound = (_COARSE_ROUNDING if self._is_coarse else rounding) * max(map(abs, (own, exchanged, first, second)))
+            return abs(own + exchanged - first - second) > bound  # False for NaN
+        return False
 
     def _computes_rows_alone(self, name: str, args: Any, kwargs: Any, sources: list[Tensor]) -> bool:
         """Return whether the variants of a call's result are rows of the loop's own result, in another order.

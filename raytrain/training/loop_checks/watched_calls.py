@@ -211,26 +211,11 @@ class WatchedCalls(TorchFunctionMode):
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
 
-        # The backward's tensor is the loss. A hook may change gradients, too.
         if name == "backward":  # of a tensor, or torch.autograd.backward of several
-            losses = [leaf for leaf in tree_leaves((args[:1], kwargs.get("tensors"))) if isinstance(leaf, Tensor)]
-            self.numbers.note_losses(losses)
-            marks = set[str]().union(*(self._marks.get(loss, ()) for loss in losses))
-            self._has_mean_loss |= self._has_mean_among(losses)
-            if self._swapped.are_compared(losses) and "other mean" not in marks:
-                marks.add("compares")
-            if "scaled" in marks:  # then the loss is neither a sum nor a mean over images
-                marks.discard("sum")
-            if "gathered" in marks:  # the loop has gathered rows already, only not those of its images
-                marks.discard("compares")
-            if self._has_compared and _rows_of(marks):
-                marks.add("compares")
-            if "kept" in marks and "now" not in marks:
-                marks = {"late"}
-            for mark in marks:
-                if mark in NOTES:
-                    self._report(NOTES[mark])
-        if name == "register_hook":
+            self._report_on(
+                [leaf for leaf in tree_leaves((args[:1], kwargs.get("tensors"))) if isinstance(leaf, Tensor)]
+            )
+        if name == "register_hook":  # it may change a gradient
             self._report(NOTES["hook"])
         if name == "__iter__" and args[0] in self._marks and args[0].ndim == 1:  # what it gives cannot be seen
             return iter(self.__torch_function__(Tensor.unbind, types, args))
@@ -239,16 +224,6 @@ class WatchedCalls(TorchFunctionMode):
         result = self._swapped.call(func, name, args, kwargs)
         leaves = tree_leaves((args, kwargs))  # once for numbers and marks, because it takes longest
         self.numbers.follow(name, args, leaves, result, sys._getframe(1))
-        # A generator of the loop's that draws a number, or several, for each image. A tensor with the shape of a weight
-        # may be noise for that weight, which is the same on all workers, rightly: it counts once it meets images.
-        is_drawn = kwargs.get("generator") is not None and isinstance(result, Tensor)
-        if is_drawn and self._num_images > 1 and _has_rows(result, self._num_images):
-            seed = kwargs["generator"].initial_seed()
-            if result.shape not in self._shapes_of_weights:
-                self.seeds.add(seed)
-            elif id(result) not in self._weights:
-                self._drawn[result] = {seed}
-
         # The result depends on the batch if an argument does, unless that gives only its type or shape.
         inputs = tree_leaves(args[:1]) if name in _LIKE_ANOTHER else leaves
         sources = [leaf for leaf in inputs if isinstance(leaf, Tensor) and leaf in self._marks]
@@ -256,8 +231,7 @@ class WatchedCalls(TorchFunctionMode):
             for source in sources:
                 del self._marks[source]
             return result
-        if len(self._drawn):
-            self._follow_drawn(name, sources, leaves, result)
+        self._follow_drawn(name, kwargs.get("generator"), sources, leaves, result)
         if name == "__setitem__" and args[0] in self._marks and _is_part_of_rows(args[0], args[1], self._num_images):
             self._marks[args[0]].add("placed")
         if func is torch.autograd.grad:
@@ -288,12 +262,41 @@ class WatchedCalls(TorchFunctionMode):
             self._follow_single_numbers(name, args, sources, result)
         return result
 
-    def _follow_drawn(self, name: str, sources: list[Tensor], leaves: list[Any], result: Any) -> None:
-        """Note the seeds of random numbers that meet images, or what is computed from them, in a call of ``name``.
+    def _report_on(self, losses: list[Tensor]) -> None:
+        """Report the marks of ``losses`` whose backward the loop calls."""
+        self.numbers.note_losses(losses)
+        marks = set[str]().union(*(self._marks.get(loss, ()) for loss in losses))
+        self._has_mean_loss |= self._has_mean_among(losses)
+        if self._swapped.are_compared(losses) and "other mean" not in marks:
+            marks.add("compares")
+        if "scaled" in marks:  # then the loss is neither a sum nor a mean over images
+            marks.discard("sum")
+        if "gathered" in marks:  # the loop has gathered rows already, only not those of its images
+            marks.discard("compares")
+        if self._has_compared and _rows_of(marks):
+            marks.add("compares")
+        if "kept" in marks and "now" not in marks:
+            marks = {"late"}
+        for mark in marks:
+            if mark in NOTES:
+                self._report(NOTES[mark])
 
-        Noise that was added to a weight meets images in layers, and a penalty on the weights meets the loss: neither
-        counts. ``sources`` are those of the ``leaves``, of all arguments, that depend on the batch.
+    def _follow_drawn(self, name: str, generator: Any, sources: list[Tensor], leaves: list[Any], result: Any) -> None:
+        """Note the seed of a ``generator`` of the loop's that draws a number, or several, for each image.
+
+        Noise with the shape of a weight may be for that weight: it counts once it meets images, or what is computed
+        from them, in a call of ``name``. Noise that was added to a weight meets images in layers, and a penalty on the
+        weights meets the loss: neither counts. ``sources`` are those of the ``leaves``, of all arguments, that depend
+        on the batch.
         """
+        is_drawn = isinstance(result, Tensor) and self._num_images > 1 and _has_rows(result, self._num_images)
+        if is_drawn and generator is not None:
+            if result.shape not in self._shapes_of_weights:
+                self.seeds.add(generator.initial_seed())
+            elif id(result) not in self._weights:
+                self._drawn[result] = {generator.initial_seed()}
+        if not len(self._drawn):
+            return
         drawn = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf in self._drawn]
         seeds = set[int]().union(*(self._drawn[tensor] for tensor in drawn))
         if sources and name not in _TAKE_WEIGHTS and any(tensor.ndim for tensor in (*drawn, *sources)):
