@@ -721,6 +721,32 @@ def by_one_hot(model: Any, batch: Any) -> Tensor:
     return distances[labels].mean() - chances[labels].mean()
 
 
+def as_many_views(model: nn.Module, batch: Any) -> Tensor:
+    """A mean over six views of each image, of which a worker has six, too."""
+    views = [batch.images, batch.images.flip(3), batch.images.flip(2), batch.images / 2, -batch.images, batch.images**2]
+    chances = torch.stack([model(view).softmax(1) for view in views])
+    return -chances.mean(0).clamp(min=1e-7).log()[torch.arange(len(batch.labels)), batch.labels].mean()
+
+
+def mixed_with_gathered(run: Any) -> None:
+    """Images mixed with those of all workers, of which a mask takes this worker's own."""
+    model = run.prepare(mlp())
+
+    def loss_of(model: nn.Module, batch: Any) -> Tensor:
+        pixels, labels, samples = run.gather(batch.images), run.gather(batch.labels), run.gather(batch.samples)
+        own = torch.isin(samples, batch.samples)
+        logits = model((0.7 * pixels + 0.3 * pixels.flip(0))[own])
+        return 0.7 * F.cross_entropy(logits, labels[own]) + 0.3 * F.cross_entropy(logits, labels.flip(0)[own])
+
+    steps(run, model, run.prepare(SGD(model.parameters(), lr=0.1)), loss_of)
+
+
+def near_centres(model: nn.Module, batch: Any) -> Tensor:
+    logits, centres = model(batch.images), torch.eye(4, dtype=torch.float64)
+    distances = logits.square().sum(1, keepdim=True) + 1 - 2 * logits @ centres
+    return entropy(model, batch) + distances.addmm(logits, centres)[batch.labels[:, None] == torch.arange(4)].mean()
+
+
 def of_mean(term: Callable[[Tensor], Tensor]) -> Loop:
     """A loop with a ``term`` of a mean of run.mean, over the images of a class."""
 
@@ -737,6 +763,9 @@ def of_mean(term: Callable[[Tensor], Tensor]) -> Loop:
 
 
 SILENT: dict[str, Loop] = {
+    "a mean over as many views as images": by_steps(as_many_views, mlp),
+    "own rows of gathered ones": mixed_with_gathered,
+    "distances to centres": by_steps(near_centres, mlp),
     "attention over parts of an image": with_layer(
         lambda: nn.TransformerEncoderLayer(4, 2, 16, 0.0, batch_first=True),
         lambda layer, z: layer(z.view(-1, 2, 4)).flatten(1),

@@ -185,6 +185,18 @@ class SwappedImages:
             return abs(own + exchanged - first - second) > bound  # False for NaN
         return False
 
+    def mixes(self, tensor: Tensor) -> bool:
+        """Return whether a number in ``tensor`` depends on images of both groups; False if it has no variants."""
+        variants = self._variants.get(tensor)
+        if variants is None:
+            return False
+        exchanged, first, second = variants
+        own = tensor.detach()
+        # A number of A's images alone is the same in L(a, b) and L(a, a), and so on.
+        is_of_first = _are_close(own, first) & _are_close(exchanged, second)
+        is_of_second = _are_close(own, second) & _are_close(exchanged, first)
+        return not bool((is_of_first | is_of_second).all())
+
     def _computes_rows_alone(self, name: str, args: Any, kwargs: Any, sources: list[Tensor]) -> bool:
         """Return whether the variants of a call's result are rows of the loop's own result, in another order.
 
@@ -259,6 +271,13 @@ def _with_statistics(func: Any, own: Any, args: Any) -> Any:
     images = own[0].detach()
     variance, mean = torch.var_mean(images, [dim for dim in range(images.ndim) if dim != 1], correction=0)
     return (*args[:3], mean, variance, False, *args[6:])
+
+
+def _are_close(first: Tensor, second: Tensor) -> Tensor:
+    """Return for each number of two tensors of one shape whether it is the same, up to rounding."""
+    rounding = 10 * _ROUNDING.get(first.dtype, _COARSE_ROUNDING)
+    scale = float(first.abs().nan_to_num(0, 0, 0).max()) if first.numel() and first.is_floating_point() else 0
+    return torch.isclose(first, second, rtol=rounding, atol=rounding * scale, equal_nan=True)
 
 
 def _is_written(copy: Any) -> bool:

@@ -5,10 +5,11 @@ all that is computed from the batch, from tensor to tensor.
 
 A tensor that depends on the batch has a set of marks. All tensors that are computed from it inherit them:
 
-- ``statistic``: the tensor is a sum, a mean or another reduction over the images. This alone is harmless, because a
-  loss may be linear in it.
-- ``compares``: a statistic is used in a way that is not linear. The loss has this mark, too, if it changes with swapped
-  images (:mod:`raytrain.training.loop_checks.swapped_images`), as it does if images are compared with each other.
+- ``statistic``: the tensor is a number that is a sum or a mean over the images. ``gradient``: it is a gradient of
+  weights, which is one, too. Both are harmless alone, because a loss may be linear in them.
+- ``compares``: a gradient is used in a way that is not linear, or a number of several images in a function that bends.
+  The loss has this mark, too, if it changes with swapped images in a way in which a mean over images does not
+  (:mod:`raytrain.training.loop_checks.swapped_images`), as it does if images are compared with each other.
 - ``sum``: the tensor is a sum over images that has not been divided by their number.
 - ``count``: the tensor is the sum of a mask that covers equally many numbers of each image. It may be a divisor.
 - ``selected``: a mask has selected rows, whose number differs between workers.
@@ -23,8 +24,8 @@ A tensor that depends on the batch has a set of marks. All tensors that are comp
   it, as a loop over the vector does. This is harmless unless Python compares two of them, as ``sorted`` does.
 
 A note is made only if the loss has a mark when its backward is called, because other uses of a tensor, such as in a
-metric, change no weight. ``statistic``, ``count``, ``selected``, ``inverse``, ``now`` and rows have no note:
-they only lead to others.
+metric, change no weight. ``statistic``, ``gradient``, ``count``, ``selected``, ``inverse``, ``now`` and rows have no
+note: they only lead to others.
 """
 
 from __future__ import annotations
@@ -94,12 +95,29 @@ NOTES = {
     ),
     "hook": HOOK_NOTE,
 }
-_REDUCTIONS = {  # that make a statistic, if they are over images
-    *("mean", "sum", "nanmean", "nansum", "std", "var", "std_mean", "var_mean", "norm", "vector_norm", "normalize"),
-    *("cov", "corrcoef", "softmax", "log_softmax", "logsumexp", "amax", "amin", "max", "min", "median", "quantile"),
-    *("sort", "argsort", "topk", "cumsum", "prod", "bincount", "histc", "unique", "unique_consecutive"),
+_STATISTICS = {"mean", "sum", "nanmean", "nansum"}
+_BENDS = {  # functions that are linear in parts, so that a value need not show where they bend
+    *(
+        "abs",
+        "clamp",
+        "clamp_",
+        "clamp_min",
+        "clamp_max",
+        "clip",
+        "relu",
+        "relu_",
+        "leaky_relu",
+        "hardtanh",
+        "threshold",
+    ),
+    *("maximum", "minimum", "fmax", "fmin", "max", "min", "amax", "amin", "median", "quantile", "where", "sign"),
+    *("sort", "argsort", "topk", "argmax", "argmin", "l1_loss", "smooth_l1_loss", "huber_loss", "margin_ranking_loss"),
+    *("lt", "le", "gt", "ge", "__lt__", "__le__", "__gt__", "__ge__"),
 }
-_SUMS_BY_INDEX = {"index_add", "index_add_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_"}
+_ADDITIONS = {  # of several tensors
+    *("add", "sub", "__add__", "__radd__", "__sub__", "__rsub__", "add_", "sub_", "__iadd__", "__isub__"),
+    *("cat", "concat", "concatenate", "stack", "vstack"),
+}
 _LINEAR = {
     *("mean", "sum", "add", "sub", "neg", "__add__", "__radd__", "__sub__", "__rsub__", "__neg__", "stack", "cat"),
     *("mul", "__mul__", "__rmul__", "div", "__truediv__", "detach", "clone", "to", "float", "double", "__getitem__"),
@@ -322,7 +340,7 @@ class WatchedCalls(TorchFunctionMode):
             if gradient is None:
                 continue
             if not self._is_of_images(tensor):
-                self._marks[gradient] = {*marks, "statistic"}
+                self._marks[gradient] = {*marks, "gradient"}
             elif is_of_mean:
                 self._marks[gradient] = {"now", "scaled"}
 
@@ -360,27 +378,20 @@ class WatchedCalls(TorchFunctionMode):
         return marks
 
     def _mark_statistics(self, call: _Call, marks: set[str]) -> None:
-        """Add ``statistic`` to the ``marks`` after a reduction over images, ``compares`` if a use is not linear."""
-        # A statistic is harmless as long as the loss is linear in it, because the mean over all workers' images is the
-        # mean of the workers' means. Swapped images show whether the loss is linear, unless it bends elsewhere, such as
-        # at a bound that is not reached yet, or unless the statistic is a gradient, which has no variants.
-        statistics = [source for source in call.sources if "statistic" in self._marks[source]]
-        is_multiplied = len(statistics) > 1 and call.name in _MULTIPLICATIONS
-        if statistics and (call.name not in _LINEAR or is_multiplied):
+        """Add ``statistic`` to the ``marks`` after a sum or a mean over images, ``compares`` after a use not linear."""
+        is_mean = call.name in _STATISTICS or _LOSSES.fullmatch(call.name)
+        if call.gives_one_number and is_mean and _has_rows(call.sources[0], call.num_images):
+            marks.add("statistic")
+
+        # A number of several images is harmless as long as the loss is linear in it, because the mean over all workers'
+        # images is the mean of the workers' means. Swapped images show whether the loss is linear, but not if it bends
+        # elsewhere, such as at a bound that is not reached yet, nor for gradients, which have no variants.
+        has_gradients = any("gradient" in self._marks[source] for source in call.sources)
+        is_product = len(call.sources) > 1 and call.name not in _ADDITIONS
+        if has_gradients and (call.name not in _LINEAR or is_product):
             marks.add("compares")
-
-        # A reduction over the images makes a statistic of each feature, or one of a whole tensor with rows.
-        first, is_reduction = call.sources[0], call.name in _REDUCTIONS
-        if is_reduction and first.ndim > 1 and _is_over_images(call):
-            marks.add("statistic")
-        is_loss = _LOSSES.fullmatch(call.name) is not None
-        if call.gives_one_number and (is_reduction or is_loss) and _has_rows(first, call.num_images):
-            marks.add("statistic")
-
-        # So do sums of the rows by an index, such as those of each class. A result with rows is of single images.
-        is_sum_of_rows = call.name in _SUMS_BY_INDEX and call.argument(1, "dim") == 0
-        if is_sum_of_rows and isinstance(call.result, Tensor) and not _has_rows(call.result, call.num_images):
-            marks.add("statistic")
+        if call.name in _BENDS and any(map(self._swapped.mixes, call.sources)):
+            marks.add("compares")
 
     def _mark_sums_and_means(self, call: _Call, marks: set[str]) -> None:
         """Add ``sum``, ``count``, ``selected`` and ``other mean`` to the ``marks``; a quotient is no sum any more."""
@@ -397,7 +408,10 @@ class WatchedCalls(TorchFunctionMode):
         indices = [leaf for leaf in tree_leaves(call.args[1:]) if isinstance(leaf, Tensor)]
         masks = [index for index in indices if index.dtype == torch.bool]
         if call.name in ("__getitem__", "masked_select") and not all(map(_covers_alike, masks)):
-            marks.add("selected")
+            # Of the rows of all workers, it may select this worker's own.
+            is_of_gathered = len(first) > call.num_images and len(call.result) == call.num_images
+            if not is_of_gathered:
+                marks.add("selected")
         # So does Python if it joins the numbers of some images alone, as after `sorted(losses, key=float)[-4:]`.
         are_numbers = call.name in _JOINS and all(_rows_of(self._marks[source]) for source in call.sources)
         if are_numbers and len(_rows_of(marks)) < call.num_images:
@@ -455,21 +469,6 @@ def _is_part_of_rows(tensor: Tensor, index: Any, num_images: int) -> bool:
         return False
     start, stop, _ = rows.indices(len(tensor))
     return bool(start % num_images or stop % num_images)
-
-
-def _is_over_images(call: _Call) -> bool:
-    """Return whether a reduction is over the first dimension of its first source, and this is the images."""
-    tensor = call.sources[0]
-    if not _has_rows(tensor, call.num_images):
-        return False
-    # Find the dimensions: given by a name, or as the first positional argument that is a number or several.
-    positional = next((argument for argument in call.args[1:] if isinstance(argument, (int, tuple, list))), None)
-    dim = call.kwargs.get("dim", call.kwargs.get("axis", positional))
-    if call.name in ("norm", "vector_norm", "normalize"):  # their first number is the order
-        dim = call.argument(2, "dim")
-    dims = dim if isinstance(dim, (tuple, list)) else (dim,)
-    # A negative number counts from the last dimension. True and False are no numbers of dimensions, but options.
-    return 0 in [d if not isinstance(d, int) or d >= 0 else d + tensor.ndim for d in dims if not isinstance(d, bool)]
 
 
 def _covers_alike(mask: Tensor) -> bool:
