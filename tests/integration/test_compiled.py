@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,14 @@ from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch.fx import GraphModule
 
 from raytrain.errors import UsageError
+from raytrain.monitor.events import Note
 from raytrain.training.exact import batchnorm
 from raytrain.training.networks.compiled import check_recordable
 from raytrain.training.prepared_models import apply_options
 from raytrain.training.run import Run
+from tests.helpers.gloo_processes import run_in_processes
 from tests.helpers.memory_runs import Recorder, config, images, make_run, network, trained
+from tests.helpers.plain_loops import by_steps, entropy, mlp
 
 
 @pytest.fixture(autouse=True)
@@ -129,3 +132,33 @@ def test_networks_that_wait_for_other_workers_are_not_recorded() -> None:
         check_recordable(joined, "reduce-overhead")
     check_recordable(joined, "default")
     check_recordable(batchnorm.convert(network(3, 3), "aggregate"), "reduce-overhead")
+
+
+LOSSES: dict[str, tuple[Callable[[nn.Module, Any], Tensor], str]] = {
+    "mean": (entropy, ""),
+    "sum": (lambda m, b: nn.functional.cross_entropy(m(b.images), b.labels, reduction="sum"), "is a sum over images"),
+    "comparison": (lambda m, b: entropy(m, b) + m(b.images).T.var(1).sum(), "compares the images"),
+}
+
+
+def notes_of_workers(folder: str) -> tuple[dict[str, list[str]], int]:
+    """Return the notes of a run for each loss, and the number of graphs that were compiled."""
+    notes: dict[str, list[str]] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+        for name, (loss_of, _) in LOSSES.items():
+            recorder = Recorder()
+            run = make_run(config(batch_size=12, compile=True), images(48), f"{folder}/{name}", recorder)
+            with run.steps.optimizers.followed():
+                by_steps(loss_of, mlp)(run)
+                run.finish()
+            notes[name] = [event.text for event in recorder.events if isinstance(event, Note)]
+    return notes, counters["stats"]["unique_graphs"]
+
+
+def test_losses_of_compiled_networks_are_watched_and_nothing_is_compiled_for_it(tmp_path: Path) -> None:
+    (notes, num_graphs), _ = run_in_processes(2, notes_of_workers, str(tmp_path))
+    for name, (_, says) in LOSSES.items():
+        assert len(notes[name]) == bool(says), notes[name]
+        assert all(says in note for note in notes[name])
+    assert num_graphs == 2  # to train and to evaluate

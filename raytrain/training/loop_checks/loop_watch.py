@@ -28,6 +28,7 @@ from raytrain.training.loop_checks import watched_calls
 from raytrain.training.loop_checks.loop_numbers import Place, differing_lines
 from raytrain.training.loop_checks.warning_places import warnings_at_callers
 from raytrain.training.loop_checks.watched_calls import NOTES, WatchedCalls
+from raytrain.training.networks.compiled import compiled_calls_by
 from raytrain.training.prepared_models import PreparedModels
 from raytrain.training.protocols import Worker
 from raytrain.training.random_numbers import held_generators, state_of, used_generators
@@ -47,8 +48,8 @@ _DRAWS = (
 class LoopWatch:
     """Finds out in the first steps of an attempt's first epochs whether the loop depends on the number of workers.
 
-    ``report`` gets a note, on all workers, for each sign that any of them has found. A run of one worker, or one with
-    ``--compile``, is not watched.
+    ``report`` gets a note, on all workers, for each sign that any of them has found. A run of one worker is not
+    watched. With ``--compile``, what the networks compute within is not seen.
 
     Example::
 
@@ -67,7 +68,7 @@ class LoopWatch:
         self._has_news = False  # True if steps were watched since the notes were last compared
         self._calls = WatchedCalls(self._notes.add, config.batch_size)
         self._num_steps_left = 0  # that are watched in this epoch
-        self._num_epochs_left = _NUM_EPOCHS if worker.world_size > 1 and not config.compile else 0
+        self._num_epochs_left = _NUM_EPOCHS if worker.world_size > 1 else 0
         self._epoch: int | None = None
         self._may_swap = False  # True if no step of this epoch was computed with swapped images
 
@@ -101,7 +102,11 @@ class LoopWatch:
         # step, a network whose last layer begins with zeros gives the same for all images, which shows nothing.
         swaps, self._may_swap = self._may_swap and not is_first, self._may_swap and is_first
         self._calls.begin(batch, weights, swaps=swaps)
-        with self._calls, warnings_at_callers(watched_calls.__file__):
+        with (
+            compiled_calls_by(self._models.trained, self._calls.call_compiled),
+            self._calls,
+            warnings_at_callers(watched_calls.__file__),
+        ):
             yield
         self._calls.end()
 

@@ -109,6 +109,12 @@ class SwappedImages:
             factor = result.detach() / source.detach()
             self._variants[result] = [variant * factor for variant in self._variants[source]]
 
+    def keep_rows(self, sources: Sequence[Tensor], result: Tensor) -> None:
+        """Follow a ``result`` that has a row for each row of the ``sources``, each computed from that row alone."""
+        are_own_rows = all(source in self._variants and self._variants[source] is None for source in sources)
+        if are_own_rows and len(result) == self._orders.shape[1]:
+            self._variants[result] = None
+
     def call(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """Return what torch's function ``func``, called ``name``, returns, and follow the result.
 

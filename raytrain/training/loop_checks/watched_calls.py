@@ -39,7 +39,7 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _pop_mode_temporarily  # pyright: ignore[reportPrivateUsage]
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -221,6 +221,22 @@ class WatchedCalls(TorchFunctionMode):
         self._marks[mean] = {*inherited, "now", "statistic"}
         self.numbers.follow_computed(numerator, mean)
         self._swapped.scale(numerator, mean)
+
+    def call_compiled(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Return what the compiled ``function`` of a network returns for the arguments.
+
+        What it computes within is not followed. Its results count as computed from each image alone.
+        """
+        with _pop_mode_temporarily():  # it would be compiled again for a step that is watched
+            result = function(*args, **options)
+        sources = [leaf for leaf in tree_leaves((args, options)) if isinstance(leaf, Tensor) and leaf in self._marks]
+        for leaf in tree_leaves(result) if sources else ():
+            if isinstance(leaf, Tensor):
+                self._marks[leaf] = set().union(*(self._marks[source] for source in sources))
+                self._swapped.keep_rows(sources, leaf)
+                for source in sources:
+                    self.numbers.follow_computed(source, leaf)
+        return result
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Return what a call of torch's function ``func`` does, and follow it; torch calls this for each call."""

@@ -8,6 +8,9 @@ overwritten: a loop may call its network, and ``backward``, several times in a b
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,6 +44,22 @@ def compile_network(model: nn.Module, mode: CompileMode) -> None:
         return map_tensors(Tensor.clone, compiled(*args, **options))
 
     model._compiled_call_impl = call_and_copy if records_graphs(mode) else compiled
+
+
+@contextmanager
+def compiled_calls_by(models: Iterable[nn.Module], call: Callable[..., Any]) -> Iterator[None]:
+    """In this context, have ``call`` make the calls of the compiled networks among ``models``.
+
+    It gets the compiled function and its arguments, and returns what the network is to return.
+    """
+    compiled = [(model, model._compiled_call_impl) for model in models if model._compiled_call_impl is not None]
+    for model, function in compiled:
+        model._compiled_call_impl = partial(call, function)
+    try:
+        yield
+    finally:
+        for model, function in compiled:
+            model._compiled_call_impl = function
 
 
 def records_graphs(mode: CompileMode | None) -> bool:
