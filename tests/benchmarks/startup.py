@@ -11,8 +11,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from raytrain.launch.ray.connection import CURRENT_CLUSTER_FILE, ray_start_address
+from raytrain.launch.ray.find_cluster import ray_start_address
 from raytrain.launch.ray.own_cluster import lean
+from raytrain.launch.ray.private_api import CURRENT_CLUSTER_FILE
 from tests.benchmarks.process_tree import CpuOfTree, end_tree
 from tests.benchmarks.report import Check, Figure, Report
 from tests.benchmarks.runner import Bench, Side

@@ -16,7 +16,7 @@ from ray._common import utils as ray_common
 from ray.exceptions import AuthenticationError
 
 from raytrain import UsageError
-from raytrain.launch.ray import connection
+from raytrain.launch.ray import connection, find_cluster
 from raytrain.launch.ray.connection import Connection
 from raytrain.launch.ray.own_cluster import LocalCluster
 from raytrain.launch.ray.private_api import CURRENT_CLUSTER_FILE
@@ -78,10 +78,10 @@ def test_another_token_is_told_instead_of_tried_again_and_again(note: Path, monk
         raise AuthenticationError("InvalidAuthToken")
 
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
-    monkeypatch.setattr(connection, "ANSWER_AT_ONCE", SimpleNamespace(find=lambda: (refuse,)))
+    monkeypatch.setattr(find_cluster, "ANSWER_AT_ONCE", SimpleNamespace(find=lambda: (refuse,)))
     address = note.read_text().strip()
     with pytest.raises(UsageError, match=rf"{address} asks for a token, and this machine's token is another one"):
-        connection.check_cluster_answers(address)
+        find_cluster.check_cluster_answers(address)
     assert asked == [address, address], "the second time with this machine's token"
 
 
@@ -114,10 +114,10 @@ def test_only_a_note_of_this_user_or_of_root_is_believed(
 
 def test_the_ray_of_root_is_joined_only_if_that_is_asked_for(note: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root, address = os.getuid(), note.read_text().strip()
-    assert connection.ray_start_address() == address
+    assert find_cluster.ray_start_address() == address
     monkeypatch.setattr(os, "getuid", lambda: root + 1)
-    assert connection.ray_start_address() is None
-    assert connection.ray_start_address({root, root + 1}) == address, "as --address auto does"
+    assert find_cluster.ray_start_address() is None
+    assert find_cluster.ray_start_address({root, root + 1}) == address, "as --address auto does"
 
 
 def test_a_note_of_this_user_whose_port_somebody_else_has_taken_is_not_believed(note: Path) -> None:

@@ -32,7 +32,7 @@ from raytrain.inference.embeddings import NetworkWithEmbeddings
 from raytrain.inference.evaluate import EvaluationResult
 from raytrain.launch.placement import Hardware, place
 from raytrain.launch.predict_blocks import PredictRequest, predict_here
-from raytrain.launch.ray.connection import ray_start_address
+from raytrain.launch.ray.find_cluster import ray_start_address
 from raytrain.launch.ray.private_api import CURRENT_CLUSTER_FILE
 from raytrain.recipes import custom
 from raytrain.runs.documents import run_store, write_config

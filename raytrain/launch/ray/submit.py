@@ -27,7 +27,7 @@ from raytrain.errors import RaytrainError, TrainingFailed, UsageError, flag
 from raytrain.launch.gather_provenance import COMMIT_VARIABLE, GitStatus, own_code_files
 from raytrain.launch.job_files import JobFiles, check_places, own_functions
 from raytrain.launch.option_checks import check_named
-from raytrain.launch.ray.connection import with_token
+from raytrain.launch.ray.find_cluster import with_token
 from raytrain.launch.ray.private_api import JOB_SERVER_VERSION, OLDEST, minor_version
 from raytrain.monitor.stop_request import StopSignals, request_stop
 from raytrain.runs.documents import new_name
