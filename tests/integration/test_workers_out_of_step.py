@@ -135,8 +135,8 @@ class Telling(Recorder):
         self._call = Caller(calls)
 
     def note_wait(self, rank: int, num_workers: int, place: str | None) -> None:
-        self._call("note_wait", rank, num_workers, place)
-        if self._call("ending").error is not None:
+        self._call(Coordinator.note_wait, rank, num_workers, place)
+        if self._call(Coordinator.ending).error is not None:
             os._exit(1)  # the worker would wait until torch's timeout
 
 
@@ -146,7 +146,7 @@ def work(loop: Callable[[Run], None], folder: str, calls: CallAddress) -> None:
         try:
             trained(run, loop)
         except RaytrainError as error:
-            Caller(calls)("give_up", error)
+            Caller(calls)(Coordinator.give_up, error)
         except RuntimeError:  # torch's: another worker has given up
             pass
 
@@ -159,7 +159,7 @@ def coordinator(tmp_path: Path) -> Coordinator:
 @pytest.fixture
 def calls(coordinator: Coordinator) -> Iterator[CallAddress]:
     with tempfile.TemporaryDirectory() as folder:
-        server = CallServer(Path(folder), coordinator)
+        server = CallServer(Path(folder), [coordinator.note_wait, coordinator.ending, coordinator.give_up])
         yield server.address
         server.close()
 

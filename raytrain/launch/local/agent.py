@@ -33,6 +33,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from raytrain.config.user_code import describe, trace_of
 from raytrain.errors import RaytrainError
+from raytrain.launch.coordinator import Coordinator
 from raytrain.launch.debugger import open_at_breakpoints
 from raytrain.launch.local.local_launch import (
     CallAddress,
@@ -136,7 +137,7 @@ class _Agent(LocalElasticAgent):
     def report_detached_processes(self) -> None:
         """Report the processes that outlive a run whose workers have failed; after any other end, the driver does."""
         if detached := detached_processes(os.getpid()):
-            self._call("note_event", note_on_detached(detached))
+            self._call(Coordinator.note_event, note_on_detached(detached))
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Check the workers, which torch's agent does every 0.1 s, and report dead ones to the coordinator.
@@ -152,7 +153,7 @@ class _Agent(LocalElasticAgent):
             result = RunResult(WorkerState.FAILED)
         if result.is_failed():
             silent = {rank: how for rank, how in dead.items() if how is not None}
-            self._call("note_lost_workers", silent)
+            self._call(Coordinator.note_lost_workers, silent)
             # gloo aborts a process that gets a tensor of another size: with this, the next attempt reports its shape.
             if any("SIGABRT" in how for how in silent.values()):
                 dist.set_debug_level(dist.DebugLevel.DETAIL)  # pyright: ignore
@@ -263,25 +264,25 @@ class SocketReporter:
     # Reports and questions of training.
 
     def note_start(self, num_workers: int, step: int) -> None:
-        self._call("note_start", num_workers, step)
+        self._call(Coordinator.note_start, num_workers, step)
 
     def record(self, row: MetricRow) -> None:
-        self._call("record", row)
+        self._call(Coordinator.record, row)
 
     def note_machine_use(self, use: MachineUse) -> None:
-        self._call("note_machine_use", use)
+        self._call(Coordinator.note_machine_use, use)
 
     def note_event(self, event: Event) -> None:
-        self._call("note_event", event)
+        self._call(Coordinator.note_event, event)
 
     def note_wait(self, rank: int, num_workers: int, place: str | None) -> None:
-        self._call("note_wait", rank, num_workers, place)
+        self._call(Coordinator.note_wait, rank, num_workers, place)
 
     def replace_suspicious_labels(self, labels: Sequence[SuspiciousLabel]) -> None:
-        self._call("replace_suspicious_labels", labels)
+        self._call(Coordinator.replace_suspicious_labels, labels)
 
     def flush(self) -> None:
-        self._call_slowly("flush")
+        self._call_slowly(Coordinator.flush)
 
     def stop_requested(self) -> bool:
         return self._stop_requested.is_set()
@@ -293,37 +294,37 @@ class SocketReporter:
     # Reports of the decoding processes.
 
     def note_skipped(self, images: Sequence[SkippedImage]) -> None:
-        self._call("note_skipped", images)
+        self._call(Coordinator.note_skipped, images)
 
     def note_retries(self, num_requests: int) -> None:
-        self._call("note_retries", num_requests)
+        self._call(Coordinator.note_retries, num_requests)
 
     def note_decoded_on_cpu(self, num_images: int, reason: str) -> None:
-        self._call("note_decoded_on_cpu", num_images, reason)
+        self._call(Coordinator.note_decoded_on_cpu, num_images, reason)
 
     def logged(self, record: LoggedRecord) -> None:
         """Have the driver write ``record`` into the files of its loggers."""
         with suppress(EOFError, OSError):  # the driver was killed, and the agent ends its workers
-            self._call("add_printed", [record])  # which takes printed lines and log records
+            self._call(Coordinator.add_printed, [record])  # which takes printed lines and log records
 
     # A report of the debugger, in which the loop waits for a person.
 
     def note_debugger(self, is_open: bool) -> None:
-        self._call_slowly("note_debugger", is_open)
+        self._call_slowly(Coordinator.note_debugger, is_open)
 
     # Reports of work() on the beginning and the end of this worker.
 
     def note_checked(self) -> None:
-        self._call("note_checked")
+        self._call(Coordinator.note_checked)
 
     def conclude(self, outcome: Outcome) -> None:
-        self._call("conclude", outcome)
+        self._call(Coordinator.conclude, outcome)
 
     def give_up(self, error: RaytrainError, trace: str, rank: int) -> bool:
-        return self._call("give_up", error, trace, rank)
+        return self._call(Coordinator.give_up, error, trace, rank)
 
     def note_worker_failure(self, rank: int, reason: str, trace: str) -> None:
-        self._call("note_worker_failure", rank, reason, trace)
+        self._call(Coordinator.note_worker_failure, rank, reason, trace)
 
     def watch_for_stop(self) -> None:
         """Start a thread that waits for a request to stop; from then on, :meth:`stop_requested` returns True."""
@@ -331,7 +332,7 @@ class SocketReporter:
 
         def wait_for_stop() -> None:
             with suppress(EOFError, OSError):  # the driver was killed, and the agent ends its workers
-                while call("wait_for_stop_request", _POLL_S) is None:
+                while call(Coordinator.wait_for_stop_request, _POLL_S) is None:
                     pass
                 self._stop_requested.set()
 

@@ -10,13 +10,13 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import psutil
 
@@ -36,6 +36,8 @@ from raytrain.runs.outcome import failure_sentence
 from raytrain.storage.temporary_files import TemporaryFolder
 from raytrain.training.run_spec import RunSpec
 
+P = ParamSpec("P")
+T = TypeVar("T")
 _AGENT = "raytrain.launch.local.agent"
 _MAX_SOCKET_FOLDER = 90  # bytes; the path of a socket may have 104, on Linux 108
 
@@ -74,7 +76,7 @@ class LocalLaunch:
             folder = opened.enter_context(TemporaryFolder())
             is_long = len(os.fsencode(folder)) > _MAX_SOCKET_FOLDER
             socket_folder = opened.enter_context(TemporaryFolder("/tmp")) if is_long else folder
-            calls = CallServer(socket_folder, self._coordinator)
+            calls = CallServer(socket_folder, calls_of_workers(self._coordinator))
             opened.callback(calls.close)
 
             # The workers' images. Runs that train on the same images at the same time share a cache, if it fits.
@@ -257,15 +259,43 @@ class CallAddress:
     key: bytes = field(repr=False)
 
 
+def calls_of_workers(coordinator: Coordinator) -> list[Callable[..., object]]:
+    """Return the methods of ``coordinator`` that workers and the agent may call."""
+    return [
+        # The beginning and the end of the workers.
+        coordinator.note_start,
+        coordinator.note_checked,
+        coordinator.conclude,
+        coordinator.give_up,
+        coordinator.note_worker_failure,
+        coordinator.note_lost_workers,
+        # Training.
+        coordinator.record,
+        coordinator.flush,
+        coordinator.note_event,
+        coordinator.note_machine_use,
+        coordinator.note_wait,
+        coordinator.note_debugger,
+        coordinator.replace_suspicious_labels,
+        coordinator.wait_for_stop_request,
+        # Reading and decoding.
+        coordinator.note_skipped,
+        coordinator.note_retries,
+        coordinator.note_decoded_on_cpu,
+        # Records of loggers.
+        coordinator.add_printed,
+    ]
+
+
 class CallServer:
-    """Answers calls of the methods of ``target`` at a socket in ``folder``, each connection in a thread of its own.
+    """Answers calls of ``methods`` by their names at a socket in ``folder``, each connection in a thread of its own.
 
     A :class:`Caller` makes such calls. ``address`` is what it needs. An exception of a method is sent to the caller.
     """
 
-    def __init__(self, folder: Path, target: object) -> None:
+    def __init__(self, folder: Path, methods: Iterable[Callable[..., object]]) -> None:
         self.address = CallAddress(str(folder / "calls"), secrets.token_bytes(32))
-        self._target = target
+        self._methods = {method.__name__: method for method in methods}
         self._closed = False
         self._listener = Listener(self.address.path, family="AF_UNIX", backlog=64, authkey=self.address.key)
         self._thread = threading.Thread(target=self._accept, daemon=True, name="calls")
@@ -291,9 +321,9 @@ class CallServer:
         """Call the methods that a caller names, and send back the result or the exception of each, until it ends."""
         with connection, suppress(OSError, EOFError):  # the caller ends
             while True:
-                name, arguments = connection.recv()
+                name, arguments, options = connection.recv()
                 try:
-                    answer = (getattr(self._target, name)(*arguments), None)
+                    answer = (self._methods[name](*arguments, **options), None)
                 except Exception as error:
                     answer = (None, error)
                 connection.send(answer)
@@ -306,10 +336,13 @@ class Caller:
         self._connection = Client(address.path, authkey=address.key)
         self._lock = threading.Lock()
 
-    def __call__(self, name: str, *arguments: Any) -> Any:
-        """Call the method ``name`` of the server's target; return its result, or raise its exception."""
+    def __call__(self, method: Callable[Concatenate[Any, P], T], *arguments: P.args, **options: P.kwargs) -> T:
+        """Call ``method`` of the server's object; return its result, or raise its exception.
+
+        Example: ``call(Coordinator.note_event, Note("worker 1 waits"))``
+        """
         with self._lock:
-            self._connection.send((name, arguments))
+            self._connection.send((method.__name__, arguments, options))
             answer, error = self._connection.recv()
         if error is not None:
             raise error
