@@ -13,7 +13,8 @@ from typing import Annotated
 import pytest
 from tyro.conf import Positional, arg
 
-from raytrain.cli.parser import Without, parse
+from raytrain.cli.parser import parse
+from raytrain.cli.tyro_parser import Without
 from raytrain.config import TrainConfig
 from raytrain.config.option_marks import Mark
 from raytrain.errors import UsageError

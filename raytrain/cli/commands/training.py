@@ -15,7 +15,7 @@ from tyro.conf import Positional, UseAppendAction, arg
 import raytrain
 from raytrain.cli.command import CommandResult, Flag, RunName, Storage, process_started_at
 from raytrain.cli.commands.runs import print_address
-from raytrain.cli.parser import Without
+from raytrain.cli.tyro_parser import Without
 from raytrain.config import TrainConfig
 from raytrain.config.option_marks import Mark
 from raytrain.errors import UsageError, shell_command
