@@ -61,6 +61,12 @@ class Sweep:
         return len(self.points) if self.trials is None else self.trials
 
     @property
+    def num_folds(self) -> int:
+        """The number of folds on which each point is trained in a cross-validation; 1 without one."""
+        folds = parse(self.vary).get("validation_fold")
+        return len(folds) if isinstance(folds, tuple) else 1
+
+    @property
     def varies_workers(self) -> bool:
         """True if trials differ in their number of workers, so that they train one after the other."""
         return any("workers" in point for point in self.points)
@@ -102,7 +108,8 @@ def plan_sweep(
 ) -> Sweep:
     """Return the plan of a new sweep over ``vary``, or, if ``config`` says so, the stored plan of one that is resumed.
 
-    ``trials`` is the number of points to draw or to choose.
+    ``trials`` is the number of points to draw or to choose. A sweep that is resumed keeps its points, so the arguments
+    may only repeat those of its start.
 
     Raises UsageError if ``vary`` is missing or wrong, if ``trials`` or ``sampler`` do not fit it, or if the run to
     resume does not exist, is no sweep, or was started with other arguments. Unless ``trust`` is True, also raises it
@@ -116,20 +123,33 @@ def plan_sweep(
                 "--vary is missing; say what differs between the trials, such as --vary learning-rate=0.01,0.1,1."
             )
         return _new_sweep(vary, trials, sampler, pruner, config.seed)
-
-    # A sweep that is resumed keeps its points, so --vary and --trials may only repeat them.
     store = open_run(config.storage, config.name or "")
     if not store.exists(SWEEP):
         raise UsageError(f"Run {config.name!r} is not a sweep; resume it with `raytrain train … --resume`.")
     stored = read_sweep(store)
-    words = " ".join(stored.vary)
+    _refuse_other_plan(stored, f"Sweep {config.name!r}", vary, trials, sampler, pruner)
+    if not trust:
+        _refuse_unnamed_networks(stored, config, vary)
+    return stored
+
+
+def _refuse_other_plan(
+    stored: Sweep,
+    title: str,
+    vary: Sequence[str],
+    trials: int | None,
+    sampler: Sampler | None,
+    pruner: Pruner | None,
+) -> None:
+    """Raise UsageError if the arguments of a resume, where given, are not those with which the sweep was started.
+
+    ``title`` is the sweep's, for the sentence.
+    """
+    # --trials may also count the points of a cross-validation, each of which is a trial on every fold.
     has_other_points = len(vary) > 0 and tuple(vary) != stored.vary
-    # In a cross-validation, --trials counts the points, each of which is a trial on every fold.
-    folds = parse(stored.vary).get("validation_fold")
-    num_points_given = stored.num_trials // (len(folds) if isinstance(folds, tuple) else 1)
-    if has_other_points or trials not in (None, stored.num_trials, num_points_given):
+    if has_other_points or trials not in (None, stored.num_trials, stored.num_trials // stored.num_folds):
         raise UsageError(
-            f"Sweep {config.name!r} was started with --vary {words} and {format_count(stored.num_trials, 'trial')}; "
+            f"{title} was started with --vary {' '.join(stored.vary)} and {format_count(stored.num_trials, 'trial')}; "
             "leave --vary, --trials and --folds out to resume it, or start another sweep with another --name."
         )
     # Only a sampler of Optuna's is stored. Without one, the points are, and both grid and random may be repeated.
@@ -138,14 +158,17 @@ def plan_sweep(
         chosen_by = f"--sampler {stored.sampler}" if stored.sampler else "points that were chosen at its start"
         stopped_by = f"--pruner {stored.pruner}" if stored.pruner else "no --pruner"
         raise UsageError(
-            f"Sweep {config.name!r} was started with {chosen_by} and {stopped_by}; leave --sampler and --pruner out to "
-            "resume it, or start another sweep with another --name."
+            f"{title} was started with {chosen_by} and {stopped_by}; leave --sampler and --pruner out to resume it, or "
+            "start another sweep with another --name."
         )
-    if trust:
-        return stored
 
-    # A stored point, or one that a sampler will choose, may name a user's function as its network. Whoever can write
-    # to storage could have put it there, so it runs only if this command names it too.
+
+def _refuse_unnamed_networks(stored: Sweep, config: TrainConfig, vary: Sequence[str]) -> None:
+    """Raise UsageError if a point has a user's function as its network, and ``config`` and ``vary`` do not name it.
+
+    Whoever can write to storage could have put it there. The points are those that are ``stored``, and those that a
+    sampler will choose.
+    """
     models = parse(vary).get("model")
     named_models = {config.model, *(models if isinstance(models, tuple) else ())}
     chosen_later = outermost_points(parse(stored.vary)) if stored.sampler else []
@@ -154,7 +177,6 @@ def plan_sweep(
         if names_own_function(model) and model not in named_models:
             document = f"{config.storage}/{config.name}/{SWEEP}"
             raise stored_function_error("model", model, document, may_be_named=True)
-    return stored
 
 
 def _new_sweep(
@@ -300,12 +322,10 @@ def write_sweep(store: Store, sweep: Sweep) -> None:
 
 def sweep_command(sweep: Sweep, config: TrainConfig) -> str:
     """Return the command that starts the sweep, whose trials share the options of ``config``."""
-    space = parse(sweep.vary)
     words = [train_command(config, "sweep"), "--vary", *map(shlex.quote, sweep.vary)]
     # Points were drawn or chosen unless they are all. In a cross-validation, each of them is a trial on every fold.
-    if sweep.sampler or num_points(space) != sweep.num_trials:
-        folds = space.get("validation_fold")
-        words += ["--trials", str(sweep.num_trials // (len(folds) if isinstance(folds, tuple) else 1))]
+    if sweep.sampler or num_points(parse(sweep.vary)) != sweep.num_trials:
+        words += ["--trials", str(sweep.num_trials // sweep.num_folds)]
     if sweep.sampler:
         words += ["--sampler", sweep.sampler]
     if sweep.pruner:
