@@ -99,41 +99,52 @@ def evaluate(
 
     # Images are predicted in the run's precision, so that the metrics agree with those that the run itself measured.
     table = trained.predict(images, manifest, workers=workers, address=address, test_views=test_views, as_measured=True)
-    is_readable = table["error"].is_null()
-    readable = table.filter(is_readable)
     if trained.config.multi_label:
         result = score_labels(trained, manifest, table, thresholds)
     else:
-        truth, answers, losses = (numbers(readable[name]) for name in ("truth", "answer", "loss"))
-        result = score(
-            truth,
-            answers,
-            losses,
-            trained.classes,
-            run=run,
-            data=images.url,
-            checkpoint=trained.checkpoint,
-            skipped=len(table) - len(readable),
-        )
-
-        # The interval of the accuracy: from groups of images that belong together, or else from single images.
-        if len(truth):
-            groups = _groups(trained, manifest, labels)
-            if groups is None and trained.config.group_by is not None:
-                _log.warning(
-                    "The groups of --group-by %s are not known for these images: the interval is that of single ones.",
-                    trained.config.group_by,
-                )
-            if groups is None:
-                result = replace(result, accuracy_interval=wilson_interval(int((truth == answers).sum()), len(truth)))
-            else:
-                groups = groups[np.array(is_readable.to_pylist(), bool)]  # to_numpy would import pandas
-                interval, num_groups = grouped_interval(truth == answers, groups), len(set(groups.tolist()))
-                result = replace(result, accuracy_interval=interval, interval_groups=num_groups)
+        result = _score_with_interval(trained, images.url, manifest, table, labels)
+    readable = table.filter(table["error"].is_null())
     result = replace(result, metrics=_named_metrics(trained, manifest, readable))
 
     # Images of the user's own may be among those that the run was trained on; its own held-out images are not.
     return result if data is None else replace(result, **_count_training_images(trained, images, manifest))
+
+
+def _score_with_interval(
+    trained: TrainedRun, data: str, manifest: Manifest, table: pa.Table, labels: Location | None
+) -> EvaluationResult:
+    """Return the metrics of the predictions in ``table`` of images of one class each, which ``manifest`` lists.
+
+    The interval of the accuracy is computed from groups of images that belong together, if they are known, or else from
+    single images. ``data`` is the place of the images, and ``labels`` their label file, if the user gave one.
+    """
+    is_readable = table["error"].is_null()
+    readable = table.filter(is_readable)
+    truth, answers, losses = (numbers(readable[name]) for name in ("truth", "answer", "loss"))
+    result = score(
+        truth,
+        answers,
+        losses,
+        trained.classes,
+        run=trained.name,
+        data=data,
+        checkpoint=trained.checkpoint,
+        skipped=len(table) - len(readable),
+    )
+    if not len(truth):
+        return result
+
+    groups = _groups(trained, manifest, labels)
+    if groups is not None:
+        groups = groups[np.array(is_readable.to_pylist(), bool)]  # to_numpy would import pandas
+        interval, num_groups = grouped_interval(truth == answers, groups), len(set(groups.tolist()))
+        return replace(result, accuracy_interval=interval, interval_groups=num_groups)
+    if trained.config.group_by is not None:
+        _log.warning(
+            "The groups of --group-by %s are not known for these images: the interval is that of single ones.",
+            trained.config.group_by,
+        )
+    return replace(result, accuracy_interval=wilson_interval(int((truth == answers).sum()), len(truth)))
 
 
 def _groups(trained: TrainedRun, manifest: Manifest, labels: Location | None) -> npt.NDArray[np.object_] | None:

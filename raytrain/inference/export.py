@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -134,42 +134,47 @@ def export(
     # The file is tried before it is written: an export that differs is worse than none.
     images = _images_to_compare(classifier, data)
     content, run_file = _FORMATS[suffix](classifier, run)
-    same_answers, largest_difference = _compare(run_file, classifier, images, output)
+    comparison = _compare(run_file, classifier, images, output)
     write_output(output, content)
 
-    # A file of weights does not say how images are preprocessed; the card beside it does.
-    card = None
-    if suffix != SUFFIX:
-        lines = example(classifier, file_name, suffix)
+    if suffix == SUFFIX:
+        # Weights do not say how images are preprocessed; the card beside them does. README.md may be somebody's own.
+        card = output.removesuffix(SUFFIX) + ".card.md"
+        lines = _write_card(card, file_name, classifier, run, storage)
+        takes = "float32 images, as the card says"
     else:
-        card = output.removesuffix(SUFFIX) + ".card.md"  # README.md may be somebody's own
-        store = open_run(storage, run)
-        config, checkpoint = read_resolved_config(store), read_checkpoint(store, classifier.checkpoint)
-        if checkpoint.progress.is_own_network:  # only the run's loop can build it
-            network = f"import raytrain\n\nmodel = raytrain.load({run!r}, storage={storage!r}, trust=True).network"
-        else:
-            network = network_lines(config, classifier.network, len(classifier.classes))
-        lines = example(classifier, file_name, suffix, network)
-        provenance = provenance_at(read_provenance(store), checkpoint.progress.step)
-        write_output(card, model_card(run, file_name, config, checkpoint, lines, provenance).encode())
-
-    shape = classifier.shape
+        card, lines = None, example(classifier, file_name, suffix)
+        shape = classifier.shape
+        takes = f"uint8 (batch, {shape.height}, {shape.width}, {shape.channels}), decoded images"
     return ExportResult(
         run=run,
         checkpoint=classifier.checkpoint,
         output=output,
         size_bytes=len(content),
-        input=f"uint8 (batch, {shape.height}, {shape.width}, {shape.channels}), decoded images"
-        if card is None
-        else "float32 images, as the card says",
+        input=takes,
         result=f"(batch, {len(classifier.classes)}), logits",
         classes=classifier.classes,
-        images=len(images),
-        same_answers=same_answers,
-        largest_difference=largest_difference,
+        **comparison._asdict(),
         card=card,
         example=lines,
     )
+
+
+def _write_card(card: str, weights_file: str, classifier: Classifier, run: str, storage: str) -> str:
+    """Write the model card of a run's weights to ``card``; return the lines of Python in it that use ``weights_file``.
+
+    Lines for a network that only the run's loop can build need raytrain.
+    """
+    store = open_run(storage, run)
+    config, checkpoint = read_resolved_config(store), read_checkpoint(store, classifier.checkpoint)
+    if checkpoint.progress.is_own_network:
+        network = f"import raytrain\n\nmodel = raytrain.load({run!r}, storage={storage!r}, trust=True).network"
+    else:
+        network = network_lines(config, classifier.network, len(classifier.classes))
+    lines = example(classifier, weights_file, SUFFIX, network)
+    provenance = provenance_at(read_provenance(store), checkpoint.progress.step)
+    write_output(card, model_card(run, weights_file, config, checkpoint, lines, provenance).encode())
+    return lines
 
 
 def _export_folder(run: str, output: str, data: Location | None, storage: str, *, trust: bool) -> ExportResult:
@@ -189,7 +194,7 @@ def _export_folder(run: str, output: str, data: Location | None, storage: str, *
     with TemporaryFolder() as folder:
         reloaded = copy.deepcopy(classifier)
         reloaded.network = write_network(folder / "network", config, classifier)
-        same_answers, largest_difference = _compare(partial(_logits_of, reloaded), classifier, images, output)
+        comparison = _compare(partial(_logits_of, reloaded), classifier, images, output)
         contents = {name: (folder / "network" / name).read_bytes() for name in (CONFIG, WEIGHTS)}
     lines = lines_with_timm(output, classifier)
     provenance = provenance_at(read_provenance(stored), checkpoint.progress.step)
@@ -206,9 +211,7 @@ def _export_folder(run: str, output: str, data: Location | None, storage: str, *
         input=f"float32 (batch, {shape.channels}, {shape.height}, {shape.width}), as timm's transform makes it",
         result=f"(batch, {len(classifier.classes)}), logits",
         classes=classifier.classes,
-        images=len(images),
-        same_answers=same_answers,
-        largest_difference=largest_difference,
+        **comparison._asdict(),
         card=f"{output.rstrip('/')}/{CARD}",
         upload=upload_command(output),
         example=lines,
@@ -231,11 +234,18 @@ def _images_to_compare(classifier: Classifier, data: Location | None) -> Pixels:
     return np.stack(readable_images(store, manifest.select(chosen), classifier.shape, classifier.cropping))
 
 
-def _compare(run_file: RunFile, classifier: Classifier, images: Pixels, output: str) -> tuple[int, float]:
+class _Comparison(NamedTuple):
+    """The fields of :class:`ExportResult` that compare the exported network with the original one."""
+
+    images: int
+    same_answers: int
+    largest_difference: float
+
+
+def _compare(run_file: RunFile, classifier: Classifier, images: Pixels, output: str) -> _Comparison:
     """Compare the logits of the exported network, by ``run_file``, with those of ``classifier``.
 
-    Returns how many images have the same predicted class, and the largest difference of a logit. Raises RaytrainError,
-    which names the ``output``, if the logits differ more than rounding explains.
+    Raises RaytrainError, which names the ``output``, if the logits differ more than rounding explains.
     """
     # One image alone and the others together, so that a file for a fixed batch size does not pass.
     logits = np.concatenate([run_file(batch) for batch in (images[:1], images[1:]) if len(batch)])
@@ -246,7 +256,8 @@ def _compare(run_file: RunFile, classifier: Classifier, images: Pixels, output: 
             f"The exported network's logits differ by up to {difference:.3g}, so {output} was not written; use the "
             "network that raytrain.load returns."
         )
-    return int((logits.argmax(axis=1) == expected.argmax(axis=1)).sum()), difference
+    same_answers = int((logits.argmax(axis=1) == expected.argmax(axis=1)).sum())
+    return _Comparison(len(images), same_answers, difference)
 
 
 @torch.no_grad()
