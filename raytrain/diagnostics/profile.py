@@ -234,58 +234,68 @@ def profiled_loop(run: Run, loop: Callable[[Run], None] | None, trace_folder: st
     The phases are marked in the trace. On a GPU, each phase waits for the device at its end, because calls return
     before their work is done.
     """
-    # The first steps are not profiled, because they compile and choose algorithms.
-    schedule = torch_profiler.schedule(wait=0, warmup=WARM_UP_STEPS, active=NUM_STEPS, repeat=1)
+    on_gpu = run.device.type == "cuda"
 
-    def wait() -> None:
-        if run.device.type == "cuda":
+    def wait_for_device() -> None:
+        if on_gpu:
             torch.cuda.synchronize(run.device)
 
     def write(profiler: torch_profiler.profile) -> None:
         profiler.export_chrome_trace(str(Path(trace_folder, f"worker-{run.rank}.trace.json.gz")))
-        seconds = phase_seconds(_ranges(profiler, on_gpu=run.device.type == "cuda"))
+        seconds = phase_seconds(_ranges(profiler, on_gpu=on_gpu))
         Path(seconds_folder, f"worker-{run.rank}.json").write_text(json.dumps(seconds))
 
+    # The first steps are not profiled, because they compile and choose algorithms.
+    schedule = torch_profiler.schedule(wait=0, warmup=WARM_UP_STEPS, active=NUM_STEPS, repeat=1)
     profiler = torch_profiler.profile(schedule=schedule, on_trace_ready=write, acc_events=True)
-
-    def marked_batches(batches: Iterator[Batch]) -> Generator[Batch]:
-        """Yield the batches; mark what the loop does with each, and tell the profiler when its step is over."""
-        for batch in batches:
-            wait()
-            with record_function(_BODY):
-                yield batch
-                wait()
-            profiler.step()
-
-    # The loop gets the epochs of the run, but no batch after the last profiled step. Nothing stops the run earlier, so
-    # ``is_over`` is always False: then Epoch refuses a second pass over its batches, as in a run.
-    all_epochs = run.epochs
-
-    def few_epochs(*arguments: Any, **options: Any) -> Iterator[Epoch]:
-        num_left = WARM_UP_STEPS + NUM_STEPS
-        for epoch in all_epochs(*arguments, **options):
-            batches = marked_batches(islice(epoch, num_left))
-            yield Epoch(epoch.number, len(epoch), batches, is_over=lambda: False)
-            num_left -= len(epoch)
-            if num_left <= 0:
-                return
 
     # A loop that the options name is imported in this process: it cannot travel, as other processes lack its module.
     own_loop = loop or load_optional("--loop", run.config.loop) or built_in.train
     with (
         profiler,
-        patch.object(run, "epochs", few_epochs),
-        _marked(torch.Tensor, "backward", _BACKWARD, wait),
-        _marked_optimizers(wait),
+        patch.object(run, "epochs", partial(_profiled_epochs, run.epochs, profiler, wait_for_device)),
+        _marked(torch.Tensor, "backward", _BACKWARD, wait_for_device),
+        _marked_optimizers(wait_for_device),
     ):
         own_loop(run)
 
 
+def _profiled_epochs(
+    epochs: Callable[..., Iterator[Epoch]],
+    profiler: torch_profiler.profile,
+    wait_for_device: Callable[[], None],
+    *arguments: Any,
+    **options: Any,
+) -> Iterator[Epoch]:
+    """Yield the epochs of a run, by its method ``epochs``, without the batches after the last profiled step.
+
+    What the loop does with a batch is marked in the trace, and the ``profiler`` gets to know when a step is over.
+    ``arguments`` and ``options`` are those that the loop gives to ``epochs``.
+    """
+
+    def marked(batches: Iterator[Batch]) -> Generator[Batch]:
+        for batch in batches:
+            wait_for_device()
+            with record_function(_BODY):
+                yield batch
+                wait_for_device()
+            profiler.step()
+
+    num_left = WARM_UP_STEPS + NUM_STEPS
+    for epoch in epochs(*arguments, **options):
+        # Nothing stops the run earlier, so ``is_over`` is always False: then Epoch refuses a second pass over its
+        # batches, as in a run.
+        yield Epoch(epoch.number, len(epoch), marked(islice(epoch, num_left)), is_over=lambda: False)
+        num_left -= len(epoch)
+        if num_left <= 0:
+            return
+
+
 @contextmanager
-def _marked(owner: type, name: str, phase: str, wait: Callable[[], None]) -> Iterator[None]:
+def _marked(owner: type, name: str, phase: str, wait_for_device: Callable[[], None]) -> Iterator[None]:
     """Mark each call of the method ``name`` of ``owner`` in this context as a ``phase`` in the trace.
 
-    ``wait`` waits for the device: before a phase for the work of the one before it, and at its end for its own.
+    ``wait_for_device`` is called before a phase, for the work of the one before it, and at its end, for its own.
     """
     method = getattr(owner, name)
     is_within = False
@@ -299,10 +309,10 @@ def _marked(owner: type, name: str, phase: str, wait: Callable[[], None]) -> Ite
             return method(*arguments, **options)
         is_within = True
         try:
-            wait()
+            wait_for_device()
             with record_function(phase):
                 result = method(*arguments, **options)
-                wait()
+                wait_for_device()
             return result
         finally:
             is_within = False
@@ -315,7 +325,7 @@ def _marked(owner: type, name: str, phase: str, wait: Callable[[], None]) -> Ite
 
 
 @contextmanager
-def _marked_optimizers(wait: Callable[[], None]) -> Iterator[None]:
+def _marked_optimizers(wait_for_device: Callable[[], None]) -> Iterator[None]:
     """Mark the steps of all optimizers in this context as a phase of the trace, by torch's own hooks."""
     # If one optimizer wraps another, a step lies within a step; the inner one ends first.
     phases: list[record_function] = []
@@ -325,7 +335,7 @@ def _marked_optimizers(wait: Callable[[], None]) -> Iterator[None]:
         phases[-1].__enter__()
 
     def end(*_: object) -> None:
-        wait()
+        wait_for_device()
         phases.pop().__exit__(None, None, None)
 
     with optimizer_hooks(begin, end):
