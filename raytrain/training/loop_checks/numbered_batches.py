@@ -3,7 +3,15 @@
 A resume enters in the middle of an epoch, where such a number begins at 0 again. Loops that add up gradients then step
 after other batches, and not after the last one of the epoch; a rate or a weight of a loss that grows with the batches
 begins again. The same holds for what ``zip`` pairs with the batches. A number that is only printed does no harm, so the
-text of the loop is searched for what it decides.
+text of the loop is searched for what it decides. With ``i`` of ``enumerate``, or what is computed from it, these do:
+
+========================================  =================================================
+``if i % 2: optimizer.step()``            an ``if`` with a training call, or with a new rate
+``group["lr"] = 0.1 * i``                 a new rate
+``adjust_rate(optimizer, i)``             an argument of a function that sets a rate
+``scheduler.step(i)``                     an argument of a step
+``(loss * weights[i]).backward()``        a factor of the loss
+========================================  =================================================
 """
 
 from __future__ import annotations
@@ -14,7 +22,7 @@ import inspect
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from types import FrameType, ModuleType
-from typing import Any, TypeGuard
+from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -102,30 +110,31 @@ def _counters(loop: ast.For, function: ast.AST) -> Iterator[str]:
 def _decides(number: str, body: list[ast.stmt], variables: Mapping[str, Any]) -> bool:
     """Return whether ``number``, or what is computed from it, decides how the ``body`` of a loop trains.
 
-    It does in an ``if`` with a training call or a new learning rate; as an argument of a method ``step``, as of a
-    scheduler; in a new learning rate, or as an argument of a function that sets it; and as a factor of the loss.
+    The rules are those in the table at the top of this module.
     """
     nodes = list(ast.walk(ast.Module(body, [])))
-    names = _computed_from(number, nodes, lambda value: _names_in(value))
+    names = _computed_from(number, nodes, _names_in)
     # What a function returns that gets the number may have nothing to do with it, as that of training_step(batch, i).
     factors = _computed_from(number, nodes, lambda value: _names_computed_with(value, variables))
     for node in nodes:
-        if isinstance(node, ast.If) and names & set(_names_in(node.test)):
-            inner = [part for branch in (*node.body, *node.orelse) for part in ast.walk(branch)]
-            if any(_trains(part, variables) or _sets_rate(part) for part in inner):
-                return True
-        elif _sets_rate(node):
-            if names & set(_names_in(node.value)):
-                return True
-        elif isinstance(node, ast.Call):
-            in_arguments = {name for argument in node.args for name in _names_in(argument)}
-            method = node.func.attr if isinstance(node.func, ast.Attribute) else ""
-            if names & in_arguments and (method == "step" and _trains(node, variables)):
-                return True
-            if names & in_arguments and _function_sets_rate(node, variables):
-                return True
-            if method == "backward" and factors & {*_names_in(node.func), *in_arguments}:
-                return True
+        match node:
+            case ast.If() if names & set(_names_in(node.test)):
+                inner = [part for branch in (*node.body, *node.orelse) for part in ast.walk(branch)]
+                if any(_trains(part, variables) or _sets_rate(part) for part in inner):
+                    return True
+            case ast.Assign() | ast.AugAssign() if names & set(_names_in(node.value)):
+                if _sets_rate(node):
+                    return True
+            case ast.Call():
+                method = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+                in_arguments = {name for argument in node.args for name in _names_in(argument)}
+                steps = method == "step" and _trains(node, variables)
+                if names & in_arguments and (steps or _function_sets_rate(node, variables)):
+                    return True
+                if method == "backward" and factors & {*_names_in(node.func), *in_arguments}:
+                    return True
+            case _:
+                pass
     return False
 
 
@@ -141,7 +150,7 @@ def _computed_from(number: str, nodes: list[ast.AST], names_in: Callable[[ast.AS
     return names
 
 
-def _sets_rate(node: ast.AST) -> TypeGuard[ast.Assign | ast.AugAssign]:
+def _sets_rate(node: ast.AST) -> bool:
     """Return whether ``node`` sets an option of an optimizer's group, as ``group["lr"] = 0.1`` does."""
     if not isinstance(node, (ast.Assign, ast.AugAssign)):
         return False
