@@ -106,7 +106,7 @@ class Dataset:
         )
 
     def kept_on(self, disk: DiskCache | None) -> Dataset:
-        """Return the same images, whose files of a bucket each reading machine keeps on ``disk``; on none if None."""
+        """Return the same images; each machine that reads them from a bucket keeps the files on ``disk``, if given."""
         train_store, validation_store = self.train_store.kept_on(disk), self.validation_store.kept_on(disk)
         test_store = self.test_store and self.test_store.kept_on(disk)
         return replace(self, train_store=train_store, validation_store=validation_store, test_store=test_store)

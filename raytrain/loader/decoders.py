@@ -225,8 +225,7 @@ class Decoders(AbstractContextManager["Decoders"]):
         """Have reader number ``reader`` of a process make a block of ``draws`` for ``epoch``; return its future.
 
         A reader that transforms images gets their pixels, ``images``, uint8, which are copied into the memory that it
-        gets. The future has an
-        exception of the reader, or the one that has ended the decoding.
+        gets. The future has an exception of the reader, or the one that has ended the decoding.
         """
         number, future = next(self._numbers), Future[Block]()
         with self._sending:

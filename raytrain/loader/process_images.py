@@ -63,9 +63,8 @@ class ProcessImages:
     """Images of a process that somebody else has started, a :class:`raytrain.training.protocols.BatchSource`.
 
     If an image has killed a decoder, new processes go on after the batches read so far, and decode in isolation, so
-    that the next such image is skipped. ``loads`` are the shares of all
-    processes. ``isolated``: decode in isolation from the start. ``reporter`` gets the images that cannot be read.
-    ``processes`` are those of :func:`start_decoding`.
+    that the next such image is skipped. ``loads`` are the shares of all processes. ``isolated``: decode in isolation
+    from the start. ``reporter`` gets the images that cannot be read. ``processes`` are those of :func:`start_decoding`.
     """
 
     def __init__(

@@ -50,23 +50,24 @@ _UNSEEDED = (
 def transformed(
     source: BatchSource,
     config: ResolvedConfig,
-    own: Callable[..., Any] | None,
+    function: Callable[..., Any] | None,
     report: Callable[[str], object] | None = None,
 ) -> Iterator[BatchSource]:
-    """Yield a source whose training images are changed by the transforms that ``own`` makes; ``source`` without it.
+    """Yield a source whose training images are changed by the transforms that ``function`` makes.
 
-    ``report`` gets a sentence, from another thread, if they draw from generators that are not seeded. Raises UsageError
-    if they cannot be made, or cannot be sent to another process. The processes end with this context.
+    Without a function, yield ``source`` itself. ``report`` gets a sentence, from another thread, if the transforms draw
+    from generators that are not seeded. Raises UsageError if they cannot be made, or cannot be sent to another process.
+    The processes end with this context.
 
     Example:
         >>> with transformed(source, config, v2.RandomInvert) as source:
         ...     batches = DeviceBatches(config, source, Augment(config, crops=False), device, num_classes)
     """
-    if own is None:
+    if function is None:
         yield source
         return
-    UserTransforms(config, own)  # raises UsageError for mistakes, before any process starts
-    with TransformedBatches(source, config, own) as batches:
+    UserTransforms(config, function)  # raises UsageError for mistakes, before any process starts
+    with TransformedBatches(source, config, function) as batches:
         if report is not None:
             threading.Thread(target=batches.try_twice, args=(report,), daemon=True, name="transforms").start()
         yield batches
@@ -75,15 +76,15 @@ def transformed(
 class TransformedBatches:
     """A source of batches whose training images are transformed in processes, which end when this is closed.
 
-    ``own`` makes the transforms: see :func:`raytrain.training.batches.user_transforms.own_transforms`.
+    ``function`` makes the transforms: see :func:`raytrain.training.batches.user_transforms.own_transforms`.
     """
 
-    def __init__(self, source: BatchSource, config: ResolvedConfig, own: Callable[..., Any]) -> None:
+    def __init__(self, source: BatchSource, config: ResolvedConfig, function: Callable[..., Any]) -> None:
         self._source, self._config = source, config
         self._shape = *training_format(config).shape.size, config.channels  # (H, W, C)
         self._num_processes = num_decoders()
-        with sending({subject(config): own}):
-            pickled = pickle_own_code(own)
+        with sending({subject(config): function}):
+            pickled = pickle_own_code(function)
         processes = start_processes([__name__], threads_per_process=1)
         self._decoders = Decoders(_Silent(), _MAX_ROWS * int(np.prod(self._shape)), processes)
         self._decoders.start(partial(_open_readers, config, pickled, own_files()))

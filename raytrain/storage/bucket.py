@@ -281,8 +281,8 @@ class BucketStore(Store):
         folders = [prefix]
         objects: list[ObjectMeta] = []  # on the way there
         while len(folders) == 1:
-            found, folders = self._list_level(folders[0], unusable_names)
-            objects += found
+            objects_of_level, folders = self._list_level(folders[0], unusable_names)
+            objects += objects_of_level
 
         # Yield these, then each of the branches with all that is below it.
         branches = request_threads().map(self._list_folder, folders, repeat(unusable_names))
@@ -390,8 +390,8 @@ class BucketStore(Store):
     def _list_any_names(self, start: str, unusable_names: list[str], error: UnusableNames) -> Sequence[ObjectMeta]:
         """Return objects whose names begin with ``start``, by boto3, which returns names that obstore refuses.
 
-        Names that cannot be used are left out, and added to ``unusable_names``. In other clouds than S3,
-        raises ``error``, with which obstore has refused them.
+        Names that cannot be used are left out, and added to ``unusable_names``. In other clouds than S3, raises
+        ``error``, with which obstore has refused them.
         """
         if not isinstance(self.cloud, S3):
             raise error

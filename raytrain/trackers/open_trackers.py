@@ -96,13 +96,13 @@ def _named_tracker(tracker: object) -> NamedTracker:
 
 def _make_tracker(make: Callable[[], object]) -> Tracker:
     """Call a class or a function of the user's; raise UsageError unless it returns a tracker."""
-    made = make()
-    if isinstance(made, type) or not isinstance(made, Tracker):
-        what = "nothing" if made is None else f"{made!r}, which is no tracker"
+    tracker = make()
+    if isinstance(tracker, type) or not isinstance(tracker, Tracker):
+        returned = "nothing" if tracker is None else f"{tracker!r}, which is no tracker"
         raise UsageError(
-            f"it returned {what}; return an object with the methods log_hyperparams, log_metrics and finalize"
+            f"it returned {returned}; return an object with the methods log_hyperparams, log_metrics and finalize"
         )
-    return made
+    return tracker
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ def permute(positions: Int64s, num_samples: int | Int64s, *, key: int, tweak: in
     value = _feistel(positions.astype(np.uint64), key, *network)
     outside = np.flatnonzero(value >= sizes)
     while outside.size:
-        value[outside] = _feistel(value[outside], key, *(_at(each, outside, value.shape) for each in network))
+        value[outside] = _feistel(value[outside], key, *(_at(part, outside, value.shape) for part in network))
         outside = outside[value[outside] >= _at(sizes, outside, value.shape)]
     return value.astype(np.int64)
 

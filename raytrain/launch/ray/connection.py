@@ -318,11 +318,11 @@ def _cluster_address(address: str | None) -> str | None:
         return address
 
     # The user has not asked for a cluster, so say it if one is joined.
-    found = ray_start_address()
-    if found is None:
+    running = ray_start_address()
+    if running is None:
         return "local"
-    _log.warning("Joining the Ray that runs on this machine, %s; --address local starts a new one.", found)
-    return found
+    _log.warning("Joining the Ray that runs on this machine, %s; --address local starts a new one.", running)
+    return running
 
 
 def _use_own_ray(gpus: str | None) -> OwnRay:

@@ -26,18 +26,18 @@ _KEY = 2  # keeps these random numbers apart from those of other augmentation
 
 
 class UserTransforms:
-    """The user's transforms, made by ``own`` (see :func:`own_transforms`), with the cropping and resizing before them.
+    """The user's transforms, with the cropping and resizing before them.
 
-    Raises UsageError if they cannot be made.
+    ``function`` makes them, as :func:`own_transforms` says. Raises UsageError if they cannot be made.
 
     Example:
         >>> transforms = UserTransforms(config, lambda: v2.RandomInvert(0.5))
         >>> images = transforms(images, draws, epoch=0)
     """
 
-    def __init__(self, config: ResolvedConfig, own: Callable[..., Any]) -> None:
+    def __init__(self, config: ResolvedConfig, function: Callable[..., Any]) -> None:
         self._config = config
-        self._transforms = own_transforms(config, own)
+        self._transforms = own_transforms(config, function)
         self._generators = held_generators(self._transforms)
 
     def __call__(self, images: Images, draws: Int64s, epoch: int) -> Images:
@@ -59,19 +59,19 @@ def subject(config: ResolvedConfig) -> str:
     return "transforms" if config.transforms is None else f"--transforms {config.transforms}"
 
 
-def own_transforms(config: ResolvedConfig, own: Callable[..., Any]) -> Transforms:
-    """Return the user's transforms as one function; ``own``, the function of ``--transforms``, makes them.
+def own_transforms(config: ResolvedConfig, function: Callable[..., Any]) -> Transforms:
+    """Return the user's transforms as one function; ``function``, that of ``--transforms``, makes them.
 
-    ``own`` returns a transform or a list of them, or is a transform itself. Raises UsageError if it fails, or returns
-    what is no transform.
+    ``function`` returns a transform or a list of them, or is a transform itself. Raises UsageError if it fails, or
+    returns something else.
     """
     with in_one_sentence(f"{subject(config)} cannot be made"):
         # A module of torchvision, or a function that needs a positional argument, the image, is a transform itself.
         needs_image = any(
             parameter.default is parameter.empty and parameter.kind <= parameter.POSITIONAL_OR_KEYWORD
-            for parameter in signature(own).parameters.values()
+            for parameter in signature(function).parameters.values()
         )
-        made = own if isinstance(own, torch.nn.Module) or needs_image else own()
+        made = function if isinstance(function, torch.nn.Module) or needs_image else function()
     chain = list(made) if isinstance(made, (list, tuple)) else [made]
     if not_callable := [transform for transform in chain if not callable(transform)]:
         raise UsageError(

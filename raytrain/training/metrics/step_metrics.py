@@ -99,7 +99,7 @@ class StepMetrics:
         self._host_denominators: dict[str, float] = {}
         # Sent with the current step: this worker's totals, and the sums on the device. After these, the sums of this
         # step and earlier ones that the host has not read.
-        self._own = StepTotals()
+        self._own_totals = StepTotals()
         self._sums = torch.zeros(0, dtype=torch.float64)
         self._work: dist.Work | None = None
         self._unread = deque[_Sums]()
@@ -160,16 +160,16 @@ class StepMetrics:
         else:
             self._logged[:, [self._names.index(name) for name in values]] += columns
 
-    def start(self, own: StepTotals) -> None:
-        """Start the all-reduce of a step: of this worker's ``own`` totals, and of the metrics that it logged before.
+    def start(self, own_totals: StepTotals) -> None:
+        """Start the all-reduce of a step: of this worker's ``own_totals``, and of the metrics that it logged before.
 
         The next metrics are added up anew. A single worker sends nothing, and only copies its metrics to the host.
         """
-        self._own, self._work = own, None
+        self._own_totals, self._work = own_totals, None
         host_denominators, self._host_denominators = self._host_denominators, {}
         self._sums, self._logged = self._logged.flatten(), torch.zeros_like(self._logged)
         if self._worker.world_size > 1:
-            counts = self._counts(own, host_denominators)
+            counts = self._counts(own_totals, host_denominators)
             counts[_FIRST_METRIC:] += self._sums
             self._sums = counts
             self._work = dist.all_reduce(self._sums, group=self._group, async_op=True)
@@ -192,7 +192,7 @@ class StepMetrics:
         # A single worker leaves the newest sums unread until the next step, so that it waits for nothing; only a row
         # that is to be recorded needs them now.
         num_late = 1 if self._worker.world_size == 1 and self._closed_row is None else 0
-        totals = self._own
+        totals = self._own_totals
         while len(self._unread) > num_late:
             sent = self._unread.popleft()
             if self._work is not None:
@@ -216,7 +216,7 @@ class StepMetrics:
 
         Return the totals that were sent with them; a single worker sends none, and has its own.
         """
-        sums, totals, host_denominators = sent.numbers.tolist(), self._own, sent.host_denominators
+        sums, totals, host_denominators = sent.numbers.tolist(), self._own_totals, sent.host_denominators
         if self._worker.world_size > 1:
             # The hosts' parts of the denominators were sent, too, so they are in the sums already.
             totals, sums, host_denominators = self._totals(sums), sums[_FIRST_METRIC:], {}
@@ -255,26 +255,26 @@ class StepMetrics:
         """Subtract the ``seconds`` of an evaluation from the time of the row."""
         self._since += seconds
 
-    def flush(self, own: StepTotals) -> StepTotals:
+    def flush(self, own_totals: StepTotals) -> StepTotals:
         """Sum the metrics of the last step over the workers now, instead of with the next step.
 
-        Record the row that ends with that step, if there is one, and return the sum of all workers' ``own`` totals.
+        Record the row that ends with that step, if there is one, and return the sum of all workers' ``own_totals``.
         """
-        self.start(own)
+        self.start(own_totals)
         return self.read()
 
-    def joined(self, own: StepTotals) -> StepTotals:
-        """Return the sum of all workers' ``own`` totals at once, beside the all-reduce of the step.
+    def joined(self, own_totals: StepTotals) -> StepTotals:
+        """Return the sum of all workers' ``own_totals`` at once, beside the all-reduce of the step.
 
         Every worker calls this. Raises UsageError on all workers if they have logged different names.
         """
         if self._worker.world_size == 1:
-            return own
-        sums = self._counts(own, {})  # of the same size as in a step
+            return own_totals
+        sums = self._counts(own_totals, {})  # of the same size as in a step
         dist.all_reduce(sums, group=self._group)
         return self._totals(sums.tolist())
 
-    def _counts(self, own: StepTotals, host_denominators: Mapping[str, float]) -> Tensor:
+    def _counts(self, own_totals: StepTotals, host_denominators: Mapping[str, float]) -> Tensor:
         """Return what this worker's host knows of a step, on the device, in the layout in which it is sent.
 
         That is: the totals, the digest of the names, zeros in the place of the numerators, and the denominators.
@@ -282,7 +282,7 @@ class StepMetrics:
         room = self._logged.shape[1]
         denominators = [host_denominators.get(name, 0.0) for name in self._names]
         metrics = [0.0] * room + denominators + [0.0] * (room - len(denominators))
-        counts = torch.tensor([*vars(own).values(), *digest_of(self._names), *metrics], dtype=torch.float64)
+        counts = torch.tensor([*vars(own_totals).values(), *digest_of(self._names), *metrics], dtype=torch.float64)
         return counts.to(self._worker.device, non_blocking=True)
 
     def _totals(self, sums: list[float]) -> StepTotals:

@@ -74,8 +74,10 @@ def build_model(
         torch.default_generator.manual_seed(seed)
         model = make()
         if not isinstance(model, nn.Module):
-            what = "nothing" if model is None else f"{model!r:.80}"
-            raise UsageError(f"--model {name} returned {what}; it must return a network, an object of torch.nn.Module.")
+            returned = "nothing" if model is None else f"{model!r:.80}"
+            raise UsageError(
+                f"--model {name} returned {returned}; it must return a network, an object of torch.nn.Module."
+            )
         # torchvision's classifiers take RGB: with other images the first convolution is replaced.
         if in_timm is None and ":" not in name and channels != 3:
             path, conv = next((path, layer) for path, layer in model.named_modules() if isinstance(layer, nn.Conv2d))
