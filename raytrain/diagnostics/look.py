@@ -33,7 +33,7 @@ from raytrain.launch.suspicious_pictures import read_training_pictures
 from raytrain.runs.documents import new_name, plain, run_store
 from raytrain.runs.metric_row import NUM_SUSPICIOUS_SHOWN, SkippedImage
 from raytrain.storage.store import Store
-from raytrain.training.batches.augment import Augment
+from raytrain.training.batches.augment_and_normalise import Augment
 from raytrain.training.batches.batch import Batch
 from raytrain.training.batches.device_batches import to_batch
 from raytrain.training.batches.mixup import mix_batch

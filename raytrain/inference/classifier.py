@@ -32,7 +32,7 @@ from raytrain.runs.checkpoint_files import require_checkpoint, stored_thresholds
 from raytrain.runs.documents import CONFIG, open_run, read_trusted_config
 from raytrain.storage.open import read_input
 from raytrain.storage.store import Store
-from raytrain.training.batches.augment import Augment
+from raytrain.training.batches.augment_and_normalise import Augment
 from raytrain.training.checkpoint import read_checkpoint
 from raytrain.training.evaluation import with_views
 from raytrain.training.metrics.evaluation_metrics import DEFAULT_THRESHOLD

@@ -15,7 +15,8 @@ from raytrain.data.dataset import evaluation_format
 from raytrain.data.plan.permutation import Floats
 from raytrain.errors import UsageError
 from raytrain.inference.classification_metrics import chosen_thresholds
-from raytrain.inference.trained_run import Predictor, TrainedRun, open_trained_run
+from raytrain.inference.predictor import Predictor
+from raytrain.inference.trained_run import TrainedRun, open_trained_run
 from raytrain.launch.predict_blocks import ServedModel
 from raytrain.launch.ray.connection import Connection
 from raytrain.launch.ray.nodes import cluster_hardware

@@ -13,7 +13,7 @@ from raytrain.config.network import Precision
 from raytrain.errors import UsageError, format_count
 from raytrain.launch.gpus import gpus
 from raytrain.loader.machine import cores, image_memory
-from raytrain.training.networks.precision import AMPERE, NATIVE_FLAGS, cpu_flags
+from raytrain.training.networks.device_precision import AMPERE, NATIVE_FLAGS, cpu_flags
 
 _log = logging.getLogger("raytrain")
 

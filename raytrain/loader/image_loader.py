@@ -45,7 +45,7 @@ from raytrain.loader.process_images import ProcessImages, machine_cache, start_d
 from raytrain.loader.transform_processes import transformed
 from raytrain.runs.metric_row import SkippedImage
 from raytrain.storage.open import open_store
-from raytrain.training.batches.augment import Augment
+from raytrain.training.batches.augment_and_normalise import Augment
 from raytrain.training.batches.batch import Batch
 from raytrain.training.batches.device_batches import DeviceBatches, HostTensors
 from raytrain.training.exact import images_of_tensors

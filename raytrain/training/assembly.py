@@ -20,7 +20,7 @@ from raytrain.runs.documents import UNUSED_OPTIONS, write_json
 from raytrain.runs.outcome import Outcome, Progress
 from raytrain.training import auto_accumulate as memory
 from raytrain.training import loop
-from raytrain.training.batches.augment import Augment
+from raytrain.training.batches.augment_and_normalise import Augment
 from raytrain.training.batches.batch import Epoch
 from raytrain.training.batches.device_batches import DeviceBatches
 from raytrain.training.checkpoint import Checkpoints
@@ -32,9 +32,9 @@ from raytrain.training.loop_checks.unused_options import options_without_effect,
 from raytrain.training.metrics.gallery import Gallery
 from raytrain.training.metrics.sample_margins import MARGINS, SampleMargins
 from raytrain.training.networks import transfer
+from raytrain.training.networks.device_precision import precision_warning, set_gpu_products
 from raytrain.training.networks.loss import Loss
 from raytrain.training.networks.model import check_growing_size
-from raytrain.training.networks.precision import precision_warning, set_gpu_products
 from raytrain.training.optimisation import parameter_groups
 from raytrain.training.prepared_models import PreparedModels, checkpoint_gradients
 from raytrain.training.protocols import BatchSource, Reporter, Worker

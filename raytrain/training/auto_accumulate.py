@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from raytrain.data.plan.partition import Partition
 from raytrain.errors import OutOfMemory, RaytrainError, UsageError
-from raytrain.training.networks.autocast import mixed_precision
+from raytrain.training.networks.mixed_precision import mixed_precision
 from raytrain.training.networks.weight_average import WeightAverage
 from raytrain.training.optimisation import build_optimizer
 from raytrain.training.prepared_models import apply_options

@@ -31,8 +31,8 @@ from raytrain.training.exact import batchnorm
 from raytrain.training.exact.agreement import digest_of_tensors, find_differing
 from raytrain.training.exact.exact_networks import ExactNetworks, make_layers_exact
 from raytrain.training.exact.gradients import parameters_of
-from raytrain.training.networks.autocast import mixed_precision, prepare_for_autocast
 from raytrain.training.networks.compiled import check_recordable, compile_network, records_graphs
+from raytrain.training.networks.mixed_precision import mixed_precision, prepare_for_autocast
 from raytrain.training.networks.model import initialise_lazy_layers
 from raytrain.training.networks.weight_average import WeightAverage
 from raytrain.training.protocols import Worker

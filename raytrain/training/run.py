@@ -41,7 +41,7 @@ from raytrain.data.plan.permutation import mix
 from raytrain.errors import UsageError, format_count
 from raytrain.runs.metric_row import NUM_SUSPICIOUS_SHOWN
 from raytrain.runs.outcome import Outcome, Progress, TrainResult
-from raytrain.training.batches.augment import Augment
+from raytrain.training.batches.augment_and_normalise import Augment
 from raytrain.training.batches.batch import Batch, Epoch
 from raytrain.training.batches.device_batches import DeviceBatches, HostTensors
 from raytrain.training.checkpoint_state import CheckpointState, Stateful

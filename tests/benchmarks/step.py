@@ -37,9 +37,9 @@ from raytrain.runs.machine_history import MachineUse
 from raytrain.runs.metric_row import MetricRow, SkippedImage, SuspiciousLabel
 from raytrain.storage.open import open_store
 from raytrain.training.assembly import make_run, train_run
-from raytrain.training.batches.augment import Augment
+from raytrain.training.batches.augment_and_normalise import Augment
 from raytrain.training.loop import train
-from raytrain.training.networks.autocast import AUTOCAST_DTYPES
+from raytrain.training.networks.mixed_precision import AUTOCAST_DTYPES
 from raytrain.training.run import Run
 from raytrain.training.run_spec import RunSpec
 from tests.benchmarks.report import Check, Figure, Report

@@ -15,7 +15,7 @@ from raytrain.loader.machine import cores
 from raytrain.runs.machine_history import MachineUse
 from raytrain.training.metrics import machine_meter
 from raytrain.training.metrics.machine_meter import MachineMeter
-from raytrain.training.networks.precision import precision_warning
+from raytrain.training.networks.device_precision import precision_warning
 from tests.gpu.trial import Trial
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from raytrain.config import ResolvedConfig
 from raytrain.data.blocks import LocalBatch
 from raytrain.data.plan.batch_plan import BatchPlan
-from raytrain.training.batches.augment import Augment
+from raytrain.training.batches.augment_and_normalise import Augment
 from raytrain.training.batches.batch import Batch, Epoch
 from raytrain.training.batches.device_batches import to_batch
 from raytrain.training.run import Run

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torchvision.ops import StochasticDepth
 
-from raytrain.training.batches.augment import Augment
+from raytrain.training.batches.augment_and_normalise import Augment
 from tests.gpu.trial import Trial
 from tests.helpers.memory_runs import (
     Case,

@@ -23,9 +23,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from raytrain.config import ResolvedConfig
 from raytrain.recipes import custom
 from raytrain.training.assembly import train_run
-from raytrain.training.batches.augment import Augment
+from raytrain.training.batches.augment_and_normalise import Augment
+from raytrain.training.networks.device_precision import set_gpu_products
 from raytrain.training.networks.model import build_model
-from raytrain.training.networks.precision import set_gpu_products
 from raytrain.training.run import Run
 from tests.benchmarks.step import NUM_CLASSES, Images, Labels, run_in_memory
 from tests.benchmarks.switches import train_unfused

@@ -25,7 +25,7 @@ from raytrain.runs.metric_row import MetricRow, SkippedImage, SuspiciousLabel
 from raytrain.runs.outcome import Outcome
 from raytrain.storage.open import open_store
 from raytrain.training import assembly
-from raytrain.training.batches.augment import Augment
+from raytrain.training.batches.augment_and_normalise import Augment
 from raytrain.training.batches.batch import Batch
 from raytrain.training.loop import train
 from raytrain.training.optimisation import learning_rate_factor

@@ -14,7 +14,7 @@ import raytrain
 from raytrain.cli.main import main
 from raytrain.errors import UsageError
 from raytrain.experiments.trials import plan_sweep
-from raytrain.inference.trained_run import Predictor
+from raytrain.inference.predictor import Predictor
 from raytrain.runs.documents import SWEEP, read_json, write_json
 from raytrain.storage.store import Store
 from raytrain.training.networks.model import build_model

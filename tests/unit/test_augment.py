@@ -11,7 +11,7 @@ from torch import Tensor
 
 from raytrain.config import ResolvedConfig
 from raytrain.data.plan.permutation import uniform
-from raytrain.training.batches.augment import Augment
+from raytrain.training.batches.augment_and_normalise import Augment
 
 MEAN, STD = (0.2, 0.5, 0.7), (0.1, 0.2, 0.3)
 

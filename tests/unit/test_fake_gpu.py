@@ -28,7 +28,7 @@ from raytrain.data.blocks import LocalBatch
 from raytrain.recipes import RECIPES
 from raytrain.runs.metric_row import MetricRow
 from raytrain.training.batches import device_batches
-from raytrain.training.batches.augment import Augment
+from raytrain.training.batches.augment_and_normalise import Augment
 from raytrain.training.batches.augmentation import Augmentation
 from raytrain.training.batches.batch import Batch
 from raytrain.training.batches.device_batches import HostTensors, on_host

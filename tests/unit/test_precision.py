@@ -17,8 +17,8 @@ from raytrain.launch.ray import nodes
 from raytrain.launch.ray.nodes import ClusterNode, NodeResult
 from raytrain.recipes import custom
 from raytrain.runs.documents import run_store, write_config
-from raytrain.training.networks import precision
-from raytrain.training.networks.autocast import full_precision, mixed_precision, prepare_for_autocast
+from raytrain.training.networks import device_precision
+from raytrain.training.networks.mixed_precision import full_precision, mixed_precision, prepare_for_autocast
 from tests.helpers import fake_nvml
 from tests.helpers.memory_runs import Recorder, config, images, make_run
 from tests.helpers.small_runs import make_images
@@ -34,7 +34,7 @@ EXPECTED = {"AMX": "bfloat16", "AVX512-BF16": "bfloat16", "AVX-512 without bfloa
 
 def have(monkeypatch: pytest.MonkeyPatch, flags: set[str]) -> None:
     """Fake the CPU of this machine."""
-    for module in (precision, fastest):
+    for module in (device_precision, fastest):
         monkeypatch.setattr(module, "cpu_flags", lambda: frozenset(flags))
 
 
@@ -55,12 +55,12 @@ def test_gpus_train_with_bfloat16_only_if_all_of_them_have_it(
 
 
 def test_the_flags_of_a_cpu_are_those_that_linux_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(precision, "CPU_INFO", tmp_path / "cpuinfo")
-    assert precision.cpu_flags() == frozenset()
+    monkeypatch.setattr(device_precision, "CPU_INFO", tmp_path / "cpuinfo")
+    assert device_precision.cpu_flags() == frozenset()
     (tmp_path / "cpuinfo").write_text("processor\t: 0\nflags\t\t: fpu avx512_bf16\nbugs\t\t: x\n\nprocessor\t: 1\n")
-    assert precision.cpu_flags() == {"fpu", "avx512_bf16"}
+    assert device_precision.cpu_flags() == {"fpu", "avx512_bf16"}
     (tmp_path / "cpuinfo").write_text("processor\t: 0\nFeatures\t: fp asimd\n")
-    assert precision.cpu_flags() == frozenset()
+    assert device_precision.cpu_flags() == frozenset()
 
 
 @pytest.mark.parametrize(
@@ -117,8 +117,8 @@ def test_an_emulated_precision_is_told_with_what_it_costs(
     name: str, device: str, cpu: str, slowdown: float, warns: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     have(monkeypatch, FLAGS[cpu])
-    monkeypatch.setattr(precision, "measure_slowdown", lambda precision: slowdown)
-    warning = precision.precision_warning(name, torch.device(device))
+    monkeypatch.setattr(device_precision, "measure_slowdown", lambda precision: slowdown)
+    warning = device_precision.precision_warning(name, torch.device(device))
     assert (warning is not None) == warns
     if warning:
         assert warning.startswith(f"this CPU emulates {name}: a convolution takes 14.2 times as long as in float32")
@@ -126,7 +126,7 @@ def test_an_emulated_precision_is_told_with_what_it_costs(
 
 def test_a_run_tells_it_before_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     have(monkeypatch, FLAGS["AVX-512 without bfloat16"])
-    monkeypatch.setattr(precision, "measure_slowdown", lambda precision: 14.2)
+    monkeypatch.setattr(device_precision, "measure_slowdown", lambda precision: 14.2)
     recorder = Recorder()
     run = make_run(config(precision="bfloat16"), images(32), str(tmp_path), recorder)
     epochs = run.epochs()
@@ -139,7 +139,7 @@ def test_a_run_tells_it_before_the_first_step(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize(("name", "rounded"), [("float32", False), ("tf32", True), ("bfloat16", True)])
 def test_gpus_compute_products_in_float32_only_if_that_is_asked_for(name: str, rounded: bool) -> None:
     before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    precision.set_gpu_products(name)
+    device_precision.set_gpu_products(name)
     after = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
     assert after == (rounded, rounded)
@@ -152,14 +152,14 @@ def test_tf32_on_a_device_without_it_is_said_to_be_float32(
     device: str, capability: tuple[int, int], lacks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    warning = precision.precision_warning("tf32", torch.device(device))
+    warning = device_precision.precision_warning("tf32", torch.device(device))
     expected = "only NVIDIA GPUs since Ampere have tf32: this run trains in float32"
     assert warning == (expected if lacks else None)
 
 
 def test_the_cost_is_measured_and_draws_no_random_numbers() -> None:
     before = torch.get_rng_state()
-    assert precision.measure_slowdown("bfloat16") > 0
+    assert device_precision.measure_slowdown("bfloat16") > 0
     assert torch.equal(before, torch.get_rng_state())
 
 

@@ -17,7 +17,7 @@ from torchvision.transforms import v2
 import raytrain
 from raytrain.config import ResolvedConfig
 from raytrain.errors import UsageError
-from raytrain.training.batches.augment import Augment
+from raytrain.training.batches.augment_and_normalise import Augment
 from raytrain.training.batches.user_transforms import UserTransforms, own_transforms, transform_each
 from raytrain.training.random_numbers import held_generators
 

@@ -15,7 +15,7 @@ from raytrain.config import ResolvedConfig
 from raytrain.data.blocks import LocalBatch
 from raytrain.data.labels.part_names import Part
 from raytrain.data.prefetch import Prefetch
-from raytrain.training.batches.augment import Augment
+from raytrain.training.batches.augment_and_normalise import Augment
 from raytrain.training.batches.batch import Batch
 from raytrain.training.batches.device_decoder import DeviceDecoder
 from raytrain.training.batches.mixup import mix_batch

@@ -15,7 +15,7 @@ from raytrain.config import ResolvedConfig
 from raytrain.config.user_code import in_one_sentence
 from raytrain.data.plan.permutation import Int64s, mix
 from raytrain.errors import UsageError
-from raytrain.training.batches.augment import crop_and_resize
+from raytrain.training.batches.augment_and_normalise import crop_and_resize
 from raytrain.training.random_numbers import held_generators, kept_generators, seed_each, seed_generators
 
 Transforms = Callable[[Tensor], Tensor]

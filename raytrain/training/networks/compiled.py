@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from raytrain.config.network import CompileMode
 from raytrain.errors import UsageError
 from raytrain.training.exact import batchnorm
-from raytrain.training.networks.autocast import map_tensors
+from raytrain.training.networks.mixed_precision import map_tensors
 
 
 def compile_network(model: nn.Module, mode: CompileMode) -> None:

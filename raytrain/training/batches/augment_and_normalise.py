@@ -1,4 +1,4 @@
-"""A batch on its way into the network: resized, augmented for training, and normalised, on the device."""
+"""Resizes, augments and normalises a batch on its device, which makes it the network's input."""
 
 from __future__ import annotations
 
