@@ -13,6 +13,7 @@ import sysconfig
 import traceback
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager, suppress
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any, cast
@@ -163,6 +164,37 @@ def check_module(option: str, name: str) -> None:
 
 def _names_no_function(option: str, name: str) -> UsageError:
     return UsageError(f"{option} {name} names no function; write package.module:function or file.py:function.")
+
+
+def file_of_function(name: str) -> Path | None:
+    """Return the file of the user's function ``name``; None if its module is not found, or is a library's.
+
+    Nothing is imported, and the file of a name such as "my_loop.py:train" need not exist.
+
+    Example: ``file_of_function("my_loop.py:train") == Path("my_loop.py")``
+    """
+    module = name.rpartition(":")[0]
+    if module.endswith(".py"):
+        return Path(module)
+    package, *inner = module.split(".")
+    spec = find_spec(package)
+    for part in inner:
+        folders = spec and spec.submodule_search_locations
+        spec = PathFinder.find_spec(part, list(folders)) if folders else None
+    file = spec and spec.has_location and spec.origin
+    return Path(file) if file and is_of_user(file) else None
+
+
+def find_spec(package: str, *folders: str) -> Any:
+    """Return the spec of an installed ``package``, or of one in these ``folders``; None if it is not there.
+
+    A package that is imported already, in a way that has left it no spec, gives its name in place of one.
+
+    Example: ``find_spec("torch") is not None``
+    """
+    with suppress(ValueError, ImportError):
+        return importlib.util.find_spec(package) or PathFinder.find_spec(package, list(folders))
+    return package
 
 
 def names_own_function(name: str | None) -> bool:

@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from raytrain.config import TrainConfig
+from raytrain.config.user_code import file_of_function
 from raytrain.config.values import matches
 from raytrain.errors import current_folder
 from raytrain.launch.job_files import own_functions
 from raytrain.runs.provenance import MAX_CHANGED_FILES, Provenance
 from raytrain.runs.redact import redact
-from raytrain.training.loop_checks.loop_mistakes import file_of_function
 from raytrain.training.loop_checks.loop_source import source_lines
 
 COMMIT_VARIABLE = "RAYTRAIN_COMMIT"

@@ -11,19 +11,17 @@ from __future__ import annotations
 import ast
 import builtins
 import dis
-import importlib.util
 import inspect
 import textwrap
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import cache
-from importlib.machinery import PathFinder
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any, cast
 
-from raytrain.config.user_code import describe, is_of_user, line_of, no_function
+from raytrain.config.user_code import describe, file_of_function, find_spec, is_of_user, line_of, no_function
 from raytrain.errors import UsageError, did_you_mean
 from raytrain.training.loop_checks.loop_source import NO_SOURCE, own_code
 
@@ -157,35 +155,6 @@ def check_loop_function(loop: Callable[..., Any]) -> None:
                 _check_definition("The loop", cast(ast.FunctionDef, definition), loop.__code__.co_filename)
 
 
-def file_of_function(name: str) -> Path | None:
-    """Return the file of the user's function ``name``; None if its module is not found, or is a library's.
-
-    Nothing is imported, and the file of a name such as "my_loop.py:train" need not exist.
-
-    Example: ``file_of_function("my_loop.py:train") == Path("my_loop.py")``
-    """
-    module = name.rpartition(":")[0]
-    if module.endswith(".py"):
-        return Path(module)
-    package, *inner = module.split(".")
-    spec = _find_spec(package)
-    for part in inner:
-        folders = spec and spec.submodule_search_locations
-        spec = PathFinder.find_spec(part, list(folders)) if folders else None
-    file = spec and spec.has_location and spec.origin
-    return Path(file) if file and is_of_user(file) else None
-
-
-def _find_spec(package: str, *folders: str) -> Any:
-    """Return the spec of an installed ``package``, or of one in these ``folders``; None if it is not there.
-
-    A package that is imported already, in a way that has left it no spec, gives its name in place of one.
-    """
-    with suppress(ValueError, ImportError):
-        return importlib.util.find_spec(package) or PathFinder.find_spec(package, list(folders))
-    return package
-
-
 def _missing_package(tree: ast.Module, file: Path) -> tuple[str, int] | None:
     """Return the first package that the file imports but that is not installed, with the number of the line, or None.
 
@@ -203,7 +172,7 @@ def _missing_package(tree: ast.Module, file: Path) -> tuple[str, int] | None:
             continue
         for module in modules:
             package = module.partition(".")[0]
-            spec = _find_spec(package, str(file.resolve().parent))
+            spec = find_spec(package, str(file.resolve().parent))
             if spec is None:
                 return package, node.lineno
             # A module of the user's own may change sys.path.
