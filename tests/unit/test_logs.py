@@ -240,6 +240,16 @@ def test_the_command_shows_the_log_of_one_worker(tmp_path: Path, capsys: pytest.
     assert main(["logs", "first", "--worker", "-1", "--storage", str(tmp_path)]) == 2
     assert main(["logs", "first", "--worker", "0", "--storage", str(tmp_path)]) == 0
     assert "worker 0 has printed nothing, and the run is over." in capsys.readouterr().out
+    assert main(["logs", "first", "--driver", "--worker", "0", "--storage", str(tmp_path)]) == 0
+    assert "driver and worker 0 have printed nothing, and the run is over." in capsys.readouterr().out
+
+
+def test_a_run_that_has_not_ended_may_print_later(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = run_store(str(tmp_path), "first")
+    store.put(CONFIG, b"{}")
+    write_status(store, RunStatus(status="running", num_workers=2))
+    assert main(["logs", "first", "--worker", "0", "--storage", str(tmp_path)]) == 0
+    assert "There is nothing yet; --follow waits for it." in capsys.readouterr().out
 
 
 def test_the_logs_of_a_sweep_are_those_of_its_trials(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

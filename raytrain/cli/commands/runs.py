@@ -240,9 +240,12 @@ def logs(
     text = "" if follow else "\n".join(printed_lines)
     if not printed_lines:
         # Lines may still come, unless the run is over and had workers.
-        snapshot, titles = reader.snapshot(), " and ".join(process.replace("-", " ") for process in processes)
-        is_final = log_readers and snapshot.over and snapshot.num_workers
-        text = f"{titles} has printed nothing, and the run is over." if is_final else "There is nothing yet."
+        snapshot = reader.snapshot()
+        text = "There is nothing yet." if follow or snapshot.over else "There is nothing yet; --follow waits for it."
+        if log_readers and snapshot.over and snapshot.num_workers:
+            titles = [process.replace("-", " ") for process in processes]
+            have = "has" if len(titles) == 1 else "have"
+            text = f"{' and '.join(titles)} {have} printed nothing, and the run is over."
     return CommandResult(text, {"run": run, "lines": printed_lines})
 
 
