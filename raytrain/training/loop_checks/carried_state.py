@@ -35,6 +35,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from raytrain.config.user_code import is_of_user, is_users_class
 from raytrain.training.exact.agreement import digest_of_tensors, has_digest
+from raytrain.training.loop_checks.loop_source import with_inner_code
 from raytrain.training.random_numbers import state_of
 
 _MAX_FRAMES = 12  # up the stack
@@ -297,19 +298,11 @@ def _carried_attributes(frames: list[FrameType]) -> set[str]:
             elif _is_users_function(value):
                 codes[id(value.__code__)] = value.__code__
                 namespaces.append(value.__globals__)
-    return {name for code in codes.values() for inner in _with_inner(code) for name in _carried_in(inner)}
+    return {name for code in codes.values() for inner in with_inner_code(code) for name in _carried_in(inner)}
 
 
 def _is_users_function(value: object) -> bool:
     return isinstance(value, FunctionType) and is_of_user(value.__code__.co_filename)
-
-
-def _with_inner(code: CodeType) -> Iterator[CodeType]:
-    """Yield ``code`` and the code of all functions and classes in it."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _with_inner(constant)
 
 
 def _carried_by_inner(code: CodeType, offset: int) -> set[str]:
@@ -319,7 +312,7 @@ def _carried_by_inner(code: CodeType, offset: int) -> set[str]:
     at 0 in each epoch.
     """
     carried: set[str] = set()
-    for inner in _with_inner(code):
+    for inner in with_inner_code(code):
         if inner is not code and inner.co_freevars:
             instructions = dis.get_instructions(inner)
             stored = {instruction.argval for instruction in instructions if instruction.opname == "STORE_DEREF"}

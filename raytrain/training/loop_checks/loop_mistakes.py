@@ -23,7 +23,7 @@ from typing import Any, cast
 
 from raytrain.config.user_code import describe, file_of_function, find_spec, is_of_user, line_of, no_function
 from raytrain.errors import UsageError, did_you_mean
-from raytrain.training.loop_checks.loop_source import NO_SOURCE, own_code
+from raytrain.training.loop_checks.loop_source import NO_SOURCE, own_code, with_inner_code
 
 _ANY_NAME = {"globals", "exec", "eval", "vars"}  # a file that calls them may define names that are not in its text
 _ENDS = ("sys.exit", "exit", "quit", "os._exit")  # calls that end the process when the file is imported
@@ -70,9 +70,9 @@ def check_named_function(option: str, name: str, *, is_loop: bool = False, runs_
 
     # Find names that the file does not define, also in those of its functions that the loop reaches. Compiled,
     # `from … import *` is an import of the constant ("*",).
-    if any(_ANY_NAME & {*inner.co_names} or ("*",) in inner.co_consts for inner in _with_inner(code)):
+    if any(_ANY_NAME & {*inner.co_names} or ("*",) in inner.co_consts for inner in with_inner_code(code)):
         return
-    defined = _names_stored(_with_inner(code))
+    defined = _names_stored(with_inner_code(code))
     if function not in defined:
         raise no_function(option, name, _names_stored([code]))
     functions = {constant.co_name: constant for constant in code.co_consts if isinstance(constant, CodeType)}
@@ -182,14 +182,6 @@ def _missing_package(tree: ast.Module, file: Path) -> tuple[str, int] | None:
     return None
 
 
-def _with_inner(code: CodeType) -> Iterator[CodeType]:
-    """Yield ``code`` and the code of all functions and classes in it."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _with_inner(constant)
-
-
 def _codes_of_file(module: CodeType, functions: Mapping[str, CodeType], loop: str) -> Iterator[CodeType]:
     """Yield the code that runs when a file is imported, and when its function ``loop`` is called.
 
@@ -203,7 +195,7 @@ def _codes_of_file(module: CodeType, functions: Mapping[str, CodeType], loop: st
         name = names_to_visit.pop()
         if name in functions and name not in seen:
             seen.add(name)
-            for code in _with_inner(functions[name]):
+            for code in with_inner_code(functions[name]):
                 names_to_visit += code.co_names
                 yield code
 

@@ -72,6 +72,19 @@ def own_code(function: Any) -> Iterator[tuple[CodeType, Mapping[str, Any]]]:
         to_visit += [(value, namespace) for value in referred]
 
 
+def with_inner_code(code: CodeType) -> Iterator[CodeType]:
+    """Yield ``code`` and the code of all functions and classes in it.
+
+    Example::
+
+        names = {inner.co_name for inner in with_inner_code(train.__code__)}
+    """
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from with_inner_code(constant)
+
+
 def source_lines(function: Any) -> dict[str, SourceLines]:
     """Return the lines of ``function`` and of the user's functions that it leads to, by file.
 
