@@ -33,7 +33,7 @@ from raytrain.display.curves import comparison_plots, curve_heading, curve_plots
 from raytrain.display.event_text import event_text, shown_summary
 from raytrain.errors import flag, format_count, shell_command
 from raytrain.experiments.compare import SortKey, compare_records, compared_by, last_row
-from raytrain.experiments.trials import parse_sweep, sweep_command
+from raytrain.experiments.sweep_plan import parse_sweep, sweep_command
 from raytrain.monitor.snapshot import Snapshot
 from raytrain.runs.documents import CHECKPOINTS, plain
 from raytrain.runs.logs import StoredLog

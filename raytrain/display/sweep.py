@@ -23,10 +23,11 @@ from raytrain.display.terminal import LiveView, startup_lines
 from raytrain.errors import UsageError, option_name, shell_command
 from raytrain.experiments.search_space import Pruner, Sampler
 from raytrain.experiments.sweep import sweep as run_sweep
+from raytrain.experiments.sweep_plan import PLAN
 from raytrain.experiments.sweep_result import SweepResult, SweepSnapshot
 from raytrain.experiments.sweep_session import SweepView
 from raytrain.experiments.trial_results import WAITING, TrialResult
-from raytrain.experiments.trials import PLAN, as_typed, shown
+from raytrain.experiments.trials import as_typed, shown
 from raytrain.monitor.stop_request import StopSignals
 from raytrain.runs.checkpoint_files import best_checkpoint, newest_checkpoint
 from raytrain.runs.documents import CONFIG, read_config, run_store

@@ -20,18 +20,11 @@ from raytrain.errors import UsageError
 from raytrain.experiments.optuna_study import check_optuna
 from raytrain.experiments.scaling import Compared
 from raytrain.experiments.search_space import Pruner, Sampler
+from raytrain.experiments.sweep_plan import Sweep, plan_sweep
 from raytrain.experiments.sweep_result import SweepResult
 from raytrain.experiments.sweep_session import SweepSession, SweepView
 from raytrain.experiments.trial_results import is_over, stored_result
-from raytrain.experiments.trials import (
-    Sweep,
-    Trial,
-    as_typed,
-    check_names_free,
-    examples_of,
-    plan_sweep,
-    trials_of,
-)
+from raytrain.experiments.trials import Trial, as_typed, check_names_free, examples_of, trials_of
 from raytrain.launch.option_checks import check_named, check_options
 from raytrain.launch.placement import Hardware, Placement, check_room, place
 from raytrain.launch.prepare import TrainRequest, prepare, settle_options

@@ -20,10 +20,11 @@ from raytrain.errors import RaytrainError, TrainingFailed, UsageError, format_co
 from raytrain.experiments.optuna_study import SweepStudy
 from raytrain.experiments.scaling import Compared, Scaling, Size, default_target, scaling
 from raytrain.experiments.search_space import Point, parse
+from raytrain.experiments.sweep_plan import PLAN, Sweep, write_sweep
 from raytrain.experiments.sweep_result import SweepResult, SweepSnapshot, mean_of_folds, message_of_sweep
 from raytrain.experiments.trial_results import best_first, is_over
 from raytrain.experiments.trial_run import EarlyStopping, Judge, TrialRun
-from raytrain.experiments.trials import PLAN, Sweep, Trial, as_typed, num_digits, trial_of, trials_of, write_sweep
+from raytrain.experiments.trials import Trial, as_typed, num_digits, trial_of, trials_of
 from raytrain.launch.gpus import gpus
 from raytrain.launch.notification import Notification, notify_target
 from raytrain.launch.placement import Placement, device_kind

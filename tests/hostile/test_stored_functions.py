@@ -13,7 +13,7 @@ from torch import nn
 import raytrain
 from raytrain.cli.main import main
 from raytrain.errors import UsageError
-from raytrain.experiments.trials import plan_sweep
+from raytrain.experiments.sweep_plan import plan_sweep
 from raytrain.inference.predictor import Predictor
 from raytrain.runs.documents import SWEEP, read_json, write_json
 from raytrain.storage.store import Store

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from raytrain.experiments.trials import read_sweep
+from raytrain.experiments.sweep_plan import read_sweep
 from raytrain.runs.documents import STUDY, run_store
 from raytrain.runs.records import read_run
 from tests.helpers.waiting import wait_for

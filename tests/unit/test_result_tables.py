@@ -22,7 +22,7 @@ from raytrain.display.evaluation import evaluation_page
 from raytrain.display.run_tables import result_page, run_page, run_record_json, runs_table
 from raytrain.errors import shell_command
 from raytrain.experiments.search_space import Point
-from raytrain.experiments.trials import Sweep, sweep_command
+from raytrain.experiments.sweep_plan import Sweep, sweep_command
 from raytrain.inference.classification_metrics import EvaluationResult, score
 from raytrain.recipes import cifar10
 from raytrain.runs.metric_row import MetricRow, SkippedImage

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from raytrain import TrainConfig, UsageError, recipes
 from raytrain.experiments.search_space import Range, are_points, parse, points
-from raytrain.experiments.trials import plan_sweep, trials_of
+from raytrain.experiments.sweep_plan import plan_sweep
+from raytrain.experiments.trials import trials_of
 
 POSITIVE = st.floats(1e-6, 1e6)
 

@@ -23,9 +23,10 @@ from raytrain.experiments import sweep as sweep_module
 from raytrain.experiments import trial_run
 from raytrain.experiments.optuna_study import SweepStudy
 from raytrain.experiments.search_space import parse
+from raytrain.experiments.sweep_plan import PLAN, plan_sweep, read_sweep
 from raytrain.experiments.sweep_result import SweepResult
 from raytrain.experiments.trial_results import is_stopped_early
-from raytrain.experiments.trials import PLAN, names_of, plan_sweep, read_sweep
+from raytrain.experiments.trials import names_of
 from raytrain.launch.placement import Hardware
 from raytrain.launch.prepare import TrainRequest
 from raytrain.monitor.monitor import RunMonitor

@@ -117,7 +117,8 @@ def _check_trials(config: TrainConfig, options: dict[str, Any]) -> None:
 
     ``config`` has the options of all trials, and ``options`` has the other arguments of the command, such as ``vary``.
     """
-    from raytrain.experiments.trials import examples_of, plan_sweep
+    from raytrain.experiments.sweep_plan import plan_sweep
+    from raytrain.experiments.trials import examples_of
 
     vary = [word for words in options["vary"] for word in words]
     planned = plan_sweep(config, vary, options["trials"], sampler=options["sampler"], pruner=options["pruner"])
