@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from functools import cache, partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 from raytrain.errors import StorageError, UsageError
 from raytrain.storage.locks import FileLock, acquire
@@ -265,17 +265,18 @@ class FolderStore(Store):
             return
         with os.scandir(folder) as entries:
             for entry in entries:
-                if entry.is_dir() and entry.name != _LOST_AND_FOUND:
+                status = _status_behind(entry)
+                if status is None:
+                    continue
+                if stat.S_ISDIR(status.st_mode) and entry.name != _LOST_AND_FOUND:
                     yield from self._walk(entry.path, parents | {identity})
-                elif entry.is_file() and not _NO_OBJECT.search(entry.name):
-                    with suppress(FileNotFoundError):  # deleted since it was listed
-                        status = entry.stat()
-                        yield StoredObject(
-                            path=entry.path[len(self.url.rstrip("/")) + 1 :],
-                            size_bytes=status.st_size,
-                            etag=f"{status.st_size:x}-{status.st_mtime_ns:x}",
-                            modified=datetime.fromtimestamp(status.st_mtime, timezone.utc),
-                        )
+                elif stat.S_ISREG(status.st_mode) and not _NO_OBJECT.search(entry.name):
+                    yield StoredObject(
+                        path=entry.path[len(self.url.rstrip("/")) + 1 :],
+                        size_bytes=status.st_size,
+                        etag=f"{status.st_size:x}-{status.st_mtime_ns:x}",
+                        modified=datetime.fromtimestamp(status.st_mtime, timezone.utc),
+                    )
 
     @contextmanager
     def _explained(self, path: str) -> Generator[None]:
@@ -284,6 +285,21 @@ class FolderStore(Store):
             yield
         except OSError as error:
             raise explain_os_error(error, shown_url(f"{self.url}/{path}")) from error
+
+
+def _status_behind(entry: os.DirEntry[str]) -> os.stat_result | None:
+    """Return the status of a file or a folder, or of what a link leads to.
+
+    Return None if that is nothing: the link is broken, or leads to itself, or the file was deleted since it was listed.
+    """
+    try:
+        return entry.stat()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            return None
+        raise
 
 
 def _is_of_kind(path: str, is_kind: Callable[[int], bool]) -> bool:
@@ -374,12 +390,19 @@ def refuse_links_out(store: Store, paths: Sequence[str]) -> None:
         )
 
 
-def dead_ends(store: Store) -> list[str]:
-    """Return what :meth:`Store.list` leaves out: broken links, and empty folders, whose names end in a slash."""
+class DeadEnd(NamedTuple):
+    """Something in a folder that is no file and leads to none."""
+
+    path: str
+    kind: Literal["link", "empty folder", "pipe or device"]
+
+
+def dead_ends(store: Store) -> list[DeadEnd]:
+    """Return what :meth:`Store.list` leaves out: broken links, empty folders, and pipes, sockets and devices."""
     if not isinstance(store, FolderStore):
         return []
 
-    def walk(folder: str, parents: frozenset[tuple[int, int]]) -> Iterator[str]:
+    def walk(folder: str, parents: frozenset[tuple[int, int]]) -> Iterator[DeadEnd]:
         """Yield the dead ends in ``folder`` and below; ``parents`` are the devices and inodes of the folders above."""
         folder_status = os.stat(folder)
         identity = (folder_status.st_dev, folder_status.st_ino)
@@ -389,11 +412,17 @@ def dead_ends(store: Store) -> list[str]:
         with os.scandir(folder) as scan:
             entries = list(scan)
         if not entries:
-            yield f"{folder}/"
+            yield DeadEnd(folder, "empty folder")
         for entry in entries:
-            if entry.is_dir() and entry.name != _LOST_AND_FOUND:
-                yield from walk(entry.path, parents | {identity})
-            elif entry.is_symlink() and not os.path.exists(entry.path):
-                yield entry.path
+            status = _status_behind(entry)
+            if status is None:
+                if entry.is_symlink():  # otherwise, it was deleted since it was listed
+                    yield DeadEnd(entry.path, "link")
+            elif stat.S_ISDIR(status.st_mode):
+                if entry.name != _LOST_AND_FOUND:
+                    yield from walk(entry.path, parents | {identity})
+            elif not stat.S_ISREG(status.st_mode):
+                yield DeadEnd(entry.path, "pipe or device")
 
-    return [path for name in walk(store.url, frozenset()) if (path := name[len(store.url.rstrip("/")) + 1 :])]
+    start = len(store.url.rstrip("/")) + 1
+    return [DeadEnd(path, kind) for name, kind in walk(store.url, frozenset()) if (path := name[start:])]

@@ -122,14 +122,25 @@ def test_the_command_refuses_it(folder: Path, tmp_path: Path, s3_url: str, capsy
 
 
 @pytest.mark.timeout(60)
-def test_pipes_and_devices_are_no_files(folder: Path) -> None:
+def test_pipes_and_devices_are_no_files_and_are_counted(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     os.mkfifo(folder / "red" / "pipe.png")
     (folder / "red" / "endless.png").symlink_to("/dev/zero")
     store = open_store(str(folder))
     assert len(build_manifest(store)) == 9
+    assert "2 pipes, sockets and devices" in caplog.text
     for name in ("red/pipe.png", "red/endless.png"):
         with pytest.raises(StorageError, match=f"{name} is not a file but a pipe or a device; remove it"):
             store.get(name)
+
+
+def test_a_link_to_itself_leads_nowhere_and_costs_no_other_image(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (folder / "red" / "loop.png").symlink_to("loop.png")
+    (folder / "blue" / "there.png").symlink_to("back.png")
+    (folder / "blue" / "back.png").symlink_to("there.png")
+    assert len(build_manifest(open_store(str(folder)))) == 9
+    assert "3 links that lead nowhere" in caplog.text
 
 
 @pytest.mark.timeout(60)

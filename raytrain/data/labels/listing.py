@@ -46,6 +46,7 @@ _TABLES = (".csv", ".tsv", ".jsonl", ".json", ".parquet", ".txt", ".md", ".xml",
 _NO_LOSS = (HIDDEN, TABLES)  # reasons that no user would miss a file for
 LINKS = "links that lead nowhere"
 EMPTY = "empty folders"
+_DEAD_ENDS = {"link": LINKS, "empty folder": EMPTY, "pipe or device": "pipes, sockets and devices"}
 _NO_SUFFIX = "files without a suffix"
 _SUFFIX = re.compile(r"\.(?=.*[a-z])[a-z0-9_~-]{1,12}")  # as of a format; other dots are in names, such as 1.2.840.113
 _MOST_REASONS = 8  # that are named in one line
@@ -93,10 +94,10 @@ def list_files(store: Store) -> Listing:
         else:
             listing.left_out[reason].append(stored.path)
 
-    # A folder of this machine may also have empty folders, whose paths end in a slash, and links that lead nowhere.
-    for path in dead_ends(store):
-        reason = EMPTY if path.endswith("/") else LINKS
-        listing.left_out[HIDDEN if is_hidden(path) else reason].append(path)
+    # A folder of this machine may also have what is no file and leads to none. The path of a folder ends in a slash.
+    for path, kind in dead_ends(store):
+        shown = f"{path}/" if kind == "empty folder" else path
+        listing.left_out[HIDDEN if is_hidden(path) else _DEAD_ENDS[kind]].append(shown)
 
     # Git LFS puts a small text in place of an image until somebody fetches that: files of its size are read.
     small_files = [stored.path for stored in candidates if stored.size_bytes in _POINTER_BYTES]
@@ -232,7 +233,8 @@ def counted(count: int, reason: str) -> str:
     ('1 table or description', '2 tables and descriptions')
     """
     if count == 1:
-        reason = re.sub(r"\b(file|folder|image|link|pointer|row|table|description|thumbnail)s\b", r"\1", reason)
+        things = "file|folder|image|link|pointer|row|table|description|thumbnail|pipe|socket|device"
+        reason = re.sub(rf"\b({things})s\b", r"\1", reason)
         reason = reason.replace(" lead ", " leads ").replace(" and ", " or ").replace(" them ", " it ")
     return f"{count:,} {reason}"
 
