@@ -39,6 +39,31 @@ def test_they_are_those_of_all_pixels_and_need_little_more_memory_than_the_image
     assert most < 3.5 * pixels.nbytes  # other threads of this process allocate, too
 
 
+@pytest.mark.parametrize(
+    ("pixels", "told"),
+    [
+        (np.full((8, 8), 4095, np.uint16), "3 of 8 training images of {} that were measured are nearly black"),
+        (np.full((8, 8), 2, np.uint8), "no value is above 31 of 255"),  # a mask
+        (
+            np.full((8, 8, 4), (255, 255, 255, 0), np.uint8),
+            "3 of 8 training images of {} that were measured are nearly white",
+        ),
+        (np.full((8, 8), 65535 // 4, np.uint16), None),
+    ],
+)
+def test_images_without_anything_to_see_are_reported_with_numbers(
+    pixels: np.ndarray, told: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in range(8):
+        folder = tmp_path / ("even", "odd")[number % 2]
+        folder.mkdir(exist_ok=True)
+        shown = pixels if number < 3 else np.arange(64, dtype=np.uint8).reshape(8, 8) * 4
+        Image.fromarray(shown).save(folder / f"{number}.png")
+    store = open_store(str(tmp_path))
+    measure_mean_std(store, build_manifest(store), ImageFormat(ImageShape(8, 8, 3)), seed=0)
+    assert told.format(tmp_path) in caplog.text if told else not caplog.messages
+
+
 def test_they_are_of_images_of_the_size_that_is_chosen_when_the_images_are_known(tmp_path: Path) -> None:
     stripes = np.zeros((128, 128, 3), np.uint8)
     stripes[::2] = 255  # which are grey in images of half the size
