@@ -112,6 +112,17 @@ def test_three_folders_are_three_parts(layout: str, tmp_path: Path, caplog: pyte
     assert "training on 4 in train/, validating on 4 in val/, testing at the end on 4 in test/" in caplog.text
 
 
+def test_classes_that_nothing_measures_are_reported_for_each_part(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tree(tmp_path / "a" / "train", "cat", "dog", "owl")
+    tree(tmp_path / "a" / "val", "cat", "dog")
+    tree(tmp_path / "a" / "test", "owl")
+    opened(tmp_path / "a")
+    assert "Classes without a validation image" in caplog.text and "1 of 3 (owl)" in caplog.text
+    assert "Classes without a test image" in caplog.text and "2 of 3 (cat, dog)" in caplog.text
+
+
 def test_test_images_without_classes_are_left_out_beside_validation_images(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -63,6 +63,7 @@ def labelled_parts(
             _log.warning(sentence, config.validation_fraction)
         if config.group_by:
             _report_divided_groups(config.group_by, [(table_of_part[part], images) for part, images in parts.items()])
+    _report_unmeasured_classes(parts)
     return {part: parts[part] for part in PARTS if part in parts}
 
 
@@ -152,6 +153,19 @@ def _report_divided_groups(group_by: str, parts: Sequence[tuple[LabelTable | Non
             "with the images, so that --group-by does not change it.",
             *(f"{len(shared):,}", f"{len(counts):,}", group_by, first_names(shared)),
         )
+
+
+def _report_unmeasured_classes(parts: Mapping[Part, Manifest]) -> None:
+    """Log the classes that have no image in a held-out part: no figure of that part says anything about them."""
+    for part in HELD_OUT:
+        if (images := parts.get(part)) is None:
+            continue
+        counts = zip(images.classes, images.class_counts(), strict=True)
+        if missing := [name for name, count in counts if not count]:
+            _log.warning(
+                "Classes without a %s image, so that no figure says how well they are learned: %s of %s (%s).",
+                *(part, f"{len(missing):,}", f"{len(images.classes):,}", first_names(missing)),
+            )
 
 
 def _split_names(table: LabelTable, *, has_others: bool = False) -> dict[Part, tuple[str, ...]]:
