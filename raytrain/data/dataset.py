@@ -13,6 +13,7 @@ from typing import Any, cast
 import numpy as np
 
 from raytrain.config import ResolvedConfig, TrainConfig
+from raytrain.data.duplicates import StoredImages, find_copies
 from raytrain.data.images.crop_box import Cropping, Pixels
 from raytrain.data.images.fetch_and_decode import readable_images
 from raytrain.data.images.image_format import ImageFormat, ImageShape
@@ -190,6 +191,7 @@ def open_dataset(config: TrainConfig, run_store: Store | None = None) -> Dataset
                 for part, store in stores.items()
             }
         manifests = labelled_parts(config, stores, tables)
+        _report_copies(stores, manifests)
     train, validation, test = manifests["train"], manifests["validation"], manifests.get("test")
 
     # Test images are validation images if there are no others.
@@ -237,6 +239,24 @@ def _report_trained_on(train: Manifest, held_out: Mapping[Part, Manifest]) -> No
                 "%s of %s %s images are trained on, too, as --%s-data %s --data: they say nothing of how the network "
                 "does on others.",
                 *(f"{num_trained:,}", f"{len(images):,}", part, part, relation),
+            )
+
+
+def _report_copies(stores: Mapping[Part, Store], manifests: Mapping[Part, Manifest]) -> None:
+    """Log how many held-out images are copies of training images, in folders of their own or of another class."""
+    store_of = {store.url: store for store in stores.values()}
+    training, *held_out = (
+        (part, StoredImages(store_of[manifest.url], manifest)) for part, manifest in manifests.items()
+    )
+    for part, images in held_out:
+        copies = find_copies(training[1], images)
+        if copies.equal:
+            _log.warning(
+                "%s of %s %s images have the name and the size of a training image of their class; %s of %s that were "
+                "compared have its content, too, and say nothing of how the network does on others. `raytrain look` "
+                "compares all.",
+                *(f"{copies.candidates:,}", f"{len(images.manifest):,}", part),
+                *(f"{copies.equal:,}", f"{copies.compared:,}"),
             )
 
 

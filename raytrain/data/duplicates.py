@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from raytrain.storage.store import Store
 
 _NUM_READ_AT_ONCE = 64  # images
 _MD5 = re.compile(r"[0-9a-f]{32}")
+_MOST_COMPARED = 16  # held-out images, with one training image each
 _NUM_VERIFIED = 8  # entity tags that are compared with the MD5 of the content
 
 
@@ -87,6 +89,48 @@ def find_duplicates(parts: Sequence[StoredImages], deadline_s: float) -> Duplica
         held_out=tuple(duplicates[num_in_training:]),
         contradicting=tuple(pair for pair in duplicates[:num_in_training] if pair.label != pair.training_label),
     )
+
+
+class Copies(NamedTuple):
+    """Held-out images that have the name and the size of a training image of their class, as copies have."""
+
+    candidates: int
+    compared: int
+    equal: int  # of those that were compared
+
+
+def find_copies(training: StoredImages, held_out: StoredImages) -> Copies:
+    """Compare up to 16 held-out images with the training images of the same class, file name and size in bytes.
+
+    That costs two reads for each, and finds a folder that was copied, or is there twice by a link. An image that is in
+    both parts by the same path is no copy. Packed images are not compared, as whole shards would be read. Raises
+    StorageError as :func:`find_duplicates` does.
+    """
+    if training.manifest.packing is not None or held_out.manifest.packing is not None:
+        return Copies(0, 0, 0)
+
+    def files_of(manifest: Manifest) -> Iterator[tuple[str, tuple[str, int, int]]]:
+        """Yield the path of each image, and its name, its size and its label, which a copy shares."""
+        rows = zip(manifest.keys.to_pylist(), manifest.sizes_bytes.tolist(), manifest.labels.tolist(), strict=True)
+        for key, size_bytes, label in rows:
+            yield f"{manifest.url.rstrip('/')}/{key}", (key.rpartition("/")[2], size_bytes, label)
+
+    # Find the training image of each held-out one, if there is one.
+    held_out_files = {file: (index, path) for index, (path, file) in enumerate(files_of(held_out.manifest))}
+    pairs: dict[int, int] = {}
+    for index, (path, file) in enumerate(files_of(training.manifest)):
+        held_out_index, held_out_path = held_out_files.get(file, (-1, path))
+        if held_out_path != path:
+            pairs[held_out_index] = index
+
+    # Compare some of them, evenly spaced.
+    chosen = sorted(pairs)[:: max(1, len(pairs) // _MOST_COMPARED)][:_MOST_COMPARED]
+    hashes_held_out = dict(held_out.hashes(np.array(chosen, np.int64)))
+    hashes_training = dict(training.hashes(np.array([pairs[index] for index in chosen], np.int64)))
+    num_equal = sum(
+        index in hashes_held_out and hashes_held_out[index] == hashes_training.get(pairs[index]) for index in chosen
+    )
+    return Copies(len(pairs), len(chosen), num_equal)
 
 
 def _hashes(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import shutil
 import unicodedata
 from datetime import datetime, timezone
 from pathlib import Path
@@ -121,6 +122,36 @@ def test_classes_that_nothing_measures_are_reported_for_each_part(
     opened(tmp_path / "a")
     assert "Classes without a validation image" in caplog.text and "1 of 3 (owl)" in caplog.text
     assert "Classes without a test image" in caplog.text and "2 of 3 (cat, dog)" in caplog.text
+
+
+def test_copies_of_training_images_are_reported_with_numbers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = tree(tmp_path / "a" / "train", "cat", "dog").parent
+    fill(folder / "val", "cat/7.png", "dog/8.png", start=90)
+    shutil.copy(folder / "train/cat/1.png", folder / "val/cat/1.png")
+    opened(folder)
+    assert (
+        "1 of 3 validation images have the name and the size of a training image of their class; 1 of 1" in caplog.text
+    )
+
+    # A folder that is there twice, by a link.
+    (tmp_path / "b").mkdir()
+    for name in ("train", "test"):
+        (tmp_path / "b" / name).symlink_to(folder / "train")
+    opened(tmp_path / "b")
+    assert (
+        "8 of 8 validation images have the name and the size of a training image of their class; 8 of 8" in caplog.text
+    )
+
+
+def test_images_of_the_name_and_the_size_of_others_are_no_copies(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for start, part in enumerate(("train", "val")):
+        fill(tmp_path / "a" / part, "cat/1.bmp", "cat/2.bmp", "dog/3.bmp", "dog/4.bmp", start=100 * start)
+        for number, file in enumerate(sorted((tmp_path / "a" / part).rglob("*.bmp"))):
+            Image.new("RGB", (8, 8), (start, number, 0)).save(file)
+    opened(tmp_path / "a")
+    assert "the name and the size" not in caplog.text
 
 
 def test_test_images_without_classes_are_left_out_beside_validation_images(
