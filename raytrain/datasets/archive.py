@@ -56,7 +56,7 @@ class Archive(ABC):
     columns: LabelColumns = field(default_factory=LabelColumns)
     left_out: Counter[str] = field(default_factory=Counter)  # number of images and other files, by reason
     choices: set[str] = field(default_factory=set[str])  # sentences on which of several possible columns is read
-    _has_class_folders: bool = field(default=False, init=False)  # then None or -1 is a class like any other
+    has_class_folders: bool = field(default=False, init=False)  # then None or -1 is a class like any other
 
     def read(self, file: Any) -> ArchivedImages:
         """Yield the images in the archive's order; count images without label or content, and other files.
@@ -67,7 +67,7 @@ class Archive(ABC):
         try:
             for image in self._images(file):
                 label = composed(image.label.strip())
-                if not label or (label in NO_LABELS_IN_ARCHIVES and not self._has_class_folders):
+                if not label or (label in NO_LABELS_IN_ARCHIVES and not self.has_class_folders):
                     self.left_out["images without a label"] += 1
                     continue
                 yield image._replace(label=label, split=image.split.strip().lower())

@@ -19,7 +19,7 @@ import fsspec
 import numpy as np
 
 from raytrain.data.labels.folders import build_manifest, plain_booleans
-from raytrain.data.labels.label_columns import JOINED, LabelColumns
+from raytrain.data.labels.label_columns import JOINED, LabelColumns, is_whole_number, plain_numbers
 from raytrain.data.labels.label_file import LabelTable, comparable_key, own_label_table, read_label_file
 from raytrain.data.labels.label_formats import METADATA
 from raytrain.data.labels.label_pattern import table_by_pattern
@@ -316,7 +316,7 @@ def _unpack(source: str, opened: Sequence[_OpenedArchive], folder: Path) -> Labe
                 f"{', '.join(repeated[:3])}; "
                 "give each a name of its own, or name another column with --key-column."
             )
-        if len(are_numbers := set(map(str.isdecimal, labels_of_archive))) == 1:
+        if len(are_numbers := set(map(is_whole_number, labels_of_archive))) == 1:
             examples.setdefault(are_numbers.pop(), (name, min(labels_of_archive)))
     if len(examples) > 1:
         (with_numbers, number), (with_names, class_name) = examples[True], examples[False]
@@ -336,6 +336,8 @@ def _unpack(source: str, opened: Sequence[_OpenedArchive], folder: Path) -> Labe
         raise UsageError(f"There are no labelled images in {opened[0][1].name}{after_it}.")
     keys = sorted(label_and_split_of, key=comparable_key)
     labels, splits = zip(*(label_and_split_of[key] for key in keys), strict=True)
+    if not any(archive.has_class_folders for _, archive, _ in opened):  # whose names are classes as they are
+        labels = plain_numbers(labels)
     return LabelTable(
         source,
         keys=np.array(list(map(comparable_key, keys)), object),

@@ -170,7 +170,7 @@ class TarArchive(Archive):
                 f"{self.name} has neither labels beside its images (.cls, or .json with label or cls) nor class "
                 f"folders, but {files}."
             )
-        self._has_class_folders = True
+        self.has_class_folders = True
         for index, label in zip(kept, folders.classes, strict=True):
             yield ArchivedImage(paths[index], _content(tar, images[index]), label)
 

@@ -463,13 +463,44 @@ def test_a_class_that_is_a_link_is_told_like_a_folder(tmp_path: Path, caplog: py
     assert len(list_images(open_store(str(folder)))) == 12
 
 
-@pytest.mark.parametrize("pair", [("Cat", "cat"), ("hot dog", "hot_dog"), ("1", "01"), ("cat", "cat\u200b")])
+@pytest.mark.parametrize(
+    "pair",
+    [
+        ("Cat", "cat"),
+        ("hot dog", "hot_dog"),
+        ("1", "01"),
+        ("cat", "cat\u200b"),
+        ("1", "1,00"),
+        ("Ａ1", "a1"),
+        ("zero\u200dwidth", "zerowidth"),
+    ],
+)
 def test_classes_that_are_called_nearly_alike_are_told(
     pair: tuple[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     build_manifest(open_store(str(tree(tmp_path, "other", *pair))))
     first, second = sorted(pair)
     assert f"The classes {first!r}, {second!r} of {tmp_path} are called nearly alike." in caplog.text
+
+
+def test_whole_numbers_of_archives_are_one_class_with_and_without_zeros(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        for number, label in enumerate(("1.0", "1", "2", "2.00")):
+            for suffix, content in (("png", png(number)), ("cls", label.encode())):
+                member = tarfile.TarInfo(f"{number}.{suffix}")
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+    pack(str(tmp_path / "a.tar"), str(tmp_path / "packed"), console=Console(file=io.StringIO()))
+    manifest = build_manifest(open_store(str(tmp_path / "packed")))
+    assert dict(zip(manifest.classes, manifest.class_counts().tolist(), strict=True)) == {"1": 2, "2": 2}
+
+
+def test_minus_one_beside_one_is_a_class(tmp_path: Path) -> None:
+    images = tree(tmp_path / "celebrities", "a", "b")
+    keys = [f"{path.parent.name}/{path.name}" for path in sorted(images.glob("*/*.png"))]
+    rows = "".join(f"{key},{1 - 2 * (number % 2)}\n" for number, key in enumerate(keys))
+    data = opened(images, tmp_path, labels=str(put(tmp_path / "l.csv", "path,label\n" + rows)))
+    assert data.train.classes == ("-1", "1") and len(data.train) + len(data.validation) == len(keys)
 
 
 def test_a_table_beside_class_folders_that_is_not_read_is_told(

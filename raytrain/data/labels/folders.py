@@ -47,6 +47,7 @@ _MASKS = ("_mask", "_seg", "_segmentation", "_gt")
 _ROW_TABLES = (".csv", ".tsv")
 _MOST_TABLES = 3  # that are opened to see whether they are label files
 _PUNCTUATION = re.compile(r"[\W_]+")
+_DECIMAL = re.compile(r"[+-]?[0-9]{1,15}([.,][0-9]+)?(e[+-]?[0-9]{1,2})?")
 
 
 def build_manifests(store: Store) -> dict[Part, Manifest]:
@@ -439,9 +440,21 @@ def check_classes(present: tuple[str, ...], classes: tuple[str, ...] | None, url
 
 
 def report_alike(classes: Sequence[str], url: str) -> None:
-    """Log classes whose names differ only in case, punctuation or leading zeros, and so are probably the same."""
-    plain = {name: _PUNCTUATION.sub(" ", name.casefold()).strip() or name for name in classes}
-    plain = {name: text.lstrip("0") if text.isdecimal() else text for name, text in plain.items()}
+    """Log classes that are probably the same: their names differ in nothing that a reader sees, or are equal numbers.
+
+    That is case, punctuation, wide letters and invisible signs, or 1, 01, 1.0 and 1,00.
+    """
+    plain = {name: _plain_name(name) for name in classes}
     counts = Counter(plain.values())
     if alike := [repr(name) for name in classes if counts[plain[name]] > 1]:
         _log.warning("The classes %s of %s are called nearly alike.", first_names(alike), url)
+
+
+def _plain_name(name: str) -> str:
+    """Return a class's name without what may differ by mistake; a number in its usual form."""
+    # The compatible form (NFKC) has usual letters in place of wide ones. Signs of the category Cf are invisible.
+    text = unicodedata.normalize("NFKC", name.casefold())
+    text = "".join(letter for letter in text if unicodedata.category(letter) != "Cf").strip()
+    if _DECIMAL.fullmatch(text):
+        return repr(float(text.replace(",", ".")))
+    return _PUNCTUATION.sub(" ", text).strip() or name

@@ -40,7 +40,8 @@ TEXT_TYPES = (pa.string(), pa.large_string(), pa.string_view())
 
 _log = logging.getLogger("raytrain")
 _NAMES_OF_SPLITS = ("subset", "partition", "phase", "usage", "ml_use")  # read only if their values are train and test
-_NUMBER = re.compile(r"-?\d+(\.0)?")
+_NUMBER = re.compile(r"-?\d+(\.0+)?")
+_ZEROS = re.compile(r"\.0+$")
 _FLAGS = {"0": "0", "1": "1", "0.0": "0", "1.0": "1", "false": "0", "true": "1"}
 
 
@@ -227,6 +228,23 @@ def labels_of(table: pa.Table, url: str, columns: LabelColumns) -> list[str]:
     return [JOINED.join(sorted(set(names))) for names in several]
 
 
+def plain_numbers(labels: Sequence[str]) -> Sequence[str]:
+    """Return labels without ``.0`` if all are whole numbers, which programs write so if some are missing.
+
+    >>> plain_numbers(["1.0", "2", ""]), plain_numbers(["1.0", "1.1"])
+    (['1', '2', ''], ['1.0', '1.1'])
+    """
+    present = set(labels) - NO_LABELS
+    if not present or not all(map(is_whole_number, present)):
+        return labels
+    return [_ZEROS.sub("", label) for label in labels]
+
+
+def is_whole_number(label: str) -> bool:
+    """Return True if a label is a whole number, perhaps with ``.0`` behind it."""
+    return _NUMBER.fullmatch(label) is not None
+
+
 def _single_labels(labels: Sequence[str], url: str) -> list[str]:
     """Return the class in each label, empty for a text that means "no label"; log how many of these there are.
 
@@ -239,12 +257,11 @@ def _single_labels(labels: Sequence[str], url: str) -> list[str]:
             "images may have several classes, or leave one label for each."
         )
 
-    # Among classes that are all numbers, -1 means "no label", too; among other classes it may be one.
-    labels = [label.removesuffix(JOINED) for label in labels]
-    no_labels, present = NO_LABELS, set(labels) - NO_LABELS
-    if present and all(_NUMBER.fullmatch(label) for label in present):
-        labels = [label.removesuffix(".0") for label in labels]  # as pandas writes integers with gaps
-        no_labels |= {"-1"}
+    # Among classes that are all numbers, -1 means "no label", too. Beside names, or nothing but 1, it is a class.
+    labels = plain_numbers([label.removesuffix(JOINED) for label in labels])
+    present = set(labels) - NO_LABELS
+    are_numbers = bool(present) and all(map(is_whole_number, present))
+    no_labels = NO_LABELS | {"-1"} if are_numbers and present != {"-1", "1"} else NO_LABELS
     if counts := Counter(label or "empty" for label in labels if label in no_labels):
         counted_texts = ", ".join(f"{count:,} {text}" for text, count in counts.items())
         _log.warning("Rows of %s without a label are not used: %s (%s).", url, f"{counts.total():,}", counted_texts)
