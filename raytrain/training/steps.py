@@ -451,7 +451,8 @@ class Steps:
         """Record the metrics that an evaluation has ``measured``; return the number of steps that it comes after.
 
         ``thresholds`` are the probabilities from which on an image has a class, if it may have several. The evaluation
-        may end the run, by --until or --patience. Raises UsageError if the workers have measured different numbers.
+        may end the run, by --until or --patience, unless a stop has ended it already. Raises UsageError if the workers
+        have measured different numbers.
         """
         metrics = agreed(measured, self._worker.world_size)
         # In a batch, the weights are those after the batch's step if an optimizer has stepped already.
@@ -464,11 +465,15 @@ class Steps:
             thresholds=thresholds,
             network=self._models.measured(),
         )
-        self.progress = self._early_stop.judge_evaluation(progress, metrics)
-        # A loop that evaluates after its last epoch may have changed the networks before, so another checkpoint is due.
-        # Not after a stop: what the loop has done since, such as a step of a scheduler, is done again after a resume.
-        if self.is_over and not self._is_stopped:
-            self._schedule.forget_checkpoint()
+        # After a stop, no checkpoint follows: what the loop does then, such as a step of a scheduler, it does again after
+        # a resume. So the evaluation only shows where the run is; a run without the stop would not have made it.
+        if self._is_stopped:
+            self.progress = progress
+        else:
+            self.progress = self._early_stop.judge_evaluation(progress, metrics)
+            # A loop that evaluates after its last epoch may have changed the networks before.
+            if self.is_over:
+                self._schedule.forget_checkpoint()
         if metrics and progress.network is None:
             self.report_once(_NOT_PREPARED)
         epoch = epoch_of(step, self._plan.steps_per_epoch)
