@@ -85,6 +85,7 @@ class OptimizerSteps:
         self._step = step
         self.has_stepped = False
         self._stepped.clear()
+        self._autocast_before.clear()  # a step that has raised an error leaves its entry
 
     def end(self) -> None:
         """Count in ``num_waiting``, after a batch, for how many batches each optimizer's gradients wait for its step.
@@ -246,11 +247,11 @@ class OptimizerSteps:
         Optimizers such as LBFGS with a line search decide by it, so it must be the same on all workers. The networks in
         the closure compute with autocast as before the step.
         """
+        # If the closure raises an error, such as one of memory, the step ends, and torch does not call _after: autocast
+        # stays as it was before the step, for a loop that catches the error and computes on.
         torch.set_autocast_enabled(self._worker.device.type, self._autocast_before[-1])
-        try:
-            loss = closure()
-        finally:
-            torch.set_autocast_enabled(self._worker.device.type, False)
+        loss = closure()
+        torch.set_autocast_enabled(self._worker.device.type, False)
         if not isinstance(loss, Tensor):
             return loss
         # The loss of a placeholder is left out, because 0 · NaN would be NaN.

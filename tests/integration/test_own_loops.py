@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from raytrain.training.run import Run
 from tests.helpers.gloo_processes import run_in_processes
 from tests.helpers.memory_runs import Recorder
 from tests.helpers.own_loops import (
+    OPTIONS,
     WIDTH,
     Loop,
     TwoPaths,
@@ -430,6 +432,53 @@ def test_a_loop_ends_with_the_same_weights_after_a_stop_and_a_resume(
     name = loop.__name__
     assert resumed[name]["outcome"].status == "finished"
     assert_same_weights(name, resumed[name]["weights"], on_two[name]["weights"], 0.0)
+
+
+@pytest.mark.parametrize("option", [{"until": "accuracy=0"}, {"patience": 1, "best": "rank"}], ids=str)
+def test_an_evaluation_after_a_stop_within_an_epoch_does_not_end_the_run(option: Any, tmp_path: Path) -> None:
+    """A run without the stop would not have evaluated there."""
+
+    def loop(run: Run) -> None:
+        model, optimizer = prepared(run)
+        for epoch in run.epochs(lambda: {"rank": 1.0, "accuracy": 0.5}):
+            for batch in epoch:
+                learn(model, optimizer, batch)
+            if run.progress.step % 6:
+                run.evaluate()
+                run.evaluate()
+
+    options = replace(OPTIONS, **option)
+    stopped = train_loop(loop, tmp_path, options, Recorder(stop_after=2))
+    assert (stopped.outcome.progress.step, stopped.outcome.stop_reason) == (3, None)
+    assert [row.step for row in stopped.rows("evaluation")] == [3, 3]
+    steps = train_loop(loop, tmp_path, options).rows("evaluation")
+    assert [row.step for row in steps] == ([6] if "until" in option else [6, 12])
+
+
+def test_autocast_is_on_again_after_a_step_whose_closure_fails(tmp_path: Path) -> None:
+    seen: list[bool] = []
+
+    def loop(run: Run) -> None:
+        model, optimizer = prepared(run)
+
+        def closure(batch: Any, *, fails: bool) -> torch.Tensor:
+            seen.append(torch.is_autocast_enabled("cpu"))
+            if fails:
+                raise MemoryError
+            optimizer.zero_grad()
+            loss = cross_entropy(model, batch)
+            loss.backward()
+            return loss
+
+        for epoch in run.epochs():
+            for batch in epoch:
+                with pytest.raises(MemoryError):
+                    optimizer.step(partial(closure, batch, fails=True))
+                seen.append(torch.is_autocast_enabled("cpu"))
+                optimizer.step(partial(closure, batch, fails=False))
+
+    train_loop(loop, tmp_path, replace(OPTIONS, precision="bfloat16", epochs=1))
+    assert seen == [True] * 18
 
 
 def test_metrics_of_a_loop_are_in_the_history(on_two: dict[str, Any]) -> None:
