@@ -465,8 +465,8 @@ class Steps:
             thresholds=thresholds,
             network=self._models.measured(),
         )
-        # After a stop, no checkpoint follows: what the loop does then, such as a step of a scheduler, it does again after
-        # a resume. So the evaluation only shows where the run is; a run without the stop would not have made it.
+        # After a stop, no checkpoint follows: what the loop does then, such as a scheduler's step, a resume does again.
+        # So the evaluation only shows where the run is; a run without the stop would not have made it.
         if self._is_stopped:
             self.progress = progress
         else:
