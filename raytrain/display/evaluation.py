@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.columns import Columns
 from rich.console import Group, RenderableType
@@ -48,7 +48,7 @@ def evaluation_page(result: EvaluationResult, picture: str | None = None) -> Ren
     tables = Columns([classes, confusions], padding=(0, 4))
 
     # The metrics and what was evaluated, above both; the accuracy has its interval beside it.
-    facts = {**result.summary(), **result.metrics, "picture": picture}
+    facts = {**_summary(result), **result.metrics, "picture": picture}
     del facts["interval_groups"], facts["all_compared"]  # shown with the interval, and as a warning
     if result.accuracy is not None and result.accuracy_interval is not None:
         low, high = result.accuracy_interval
@@ -65,9 +65,16 @@ def label_evaluation_page(result: LabelEvaluation) -> RenderableType:
         values = (score.average_precision, score.threshold, score.precision, score.recall)
         rows.append([score.name, f"{score.images:,}", *(format_optional(value, ".4f") for value in values)])
     table = class_table(("images", "average precision", "threshold", "precision", "recall"), rows, "better")
-    facts = {**result.summary(), **result.metrics}
+    facts = {**_summary(result), **result.metrics}
     del facts["all_compared"]  # shown as a warning
     return Group(key_value_table(facts), *_warnings(result), table)
+
+
+def _summary(result: EvaluationResult | LabelEvaluation) -> dict[str, Any]:
+    """Return the summary of an evaluation, in which the images are named: a run's own are a part of its folder."""
+    facts = result.summary()
+    part = facts.pop("part")
+    return facts if part is None else {**facts, "data": f"{part} images of the run, in {result.data}"}
 
 
 def _known_first(value: float | None) -> tuple[bool, float]:

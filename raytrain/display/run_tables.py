@@ -59,7 +59,7 @@ _RESULTS = {
     "validation_loss": ("last loss", ".4f"),
     "loss": ("training loss", ".4f"),
     "images_per_s": ("images/s", ",.0f"),
-    "seconds": ("seconds", ",.0f"),
+    "seconds": ("seconds in all", ",.0f"),
     "skipped": ("skipped", ","),
 }
 """Labels and formats of the results in a comparison, by the fields of a compared run."""
@@ -309,6 +309,7 @@ def result_page(config: TrainConfig, result: TrainResult, best: tuple[float, str
     # Progress, time, the last checkpoint and the last evaluation.
     counts = {"step": result.steps, "epoch": round(result.epochs, 2), "image": result.samples_seen}
     steps = ", ".join(format_count(count, noun) for noun, count in counts.items())
+    since = " since the resume" if config.resume else ""
     startup = f", of which {format_duration(result.startup_seconds)} to start" if result.startup_seconds else ""
     newest = "no checkpoint" if result.checkpoint is None else f"{CHECKPOINTS}{result.checkpoint.rpartition('/')[2]}"
     measured = {"validation accuracy": result.validation_accuracy, "validation loss": result.validation_loss}
@@ -316,7 +317,7 @@ def result_page(config: TrainConfig, result: TrainResult, best: tuple[float, str
     facts: dict[str, object] = {
         "name": result.name,
         "status": f"{result.status} after {steps} on {format_count(result.num_workers, 'worker')}",
-        "time": format_duration(result.seconds) + startup,
+        "time": format_duration(result.seconds) + since + startup,
         "last": newest + (f"; measured last: {last_values}" if last_values else ""),
     }
 

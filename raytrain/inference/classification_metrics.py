@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from raytrain.data.blocks import number_array, numbers, string_array
 from raytrain.data.labels.manifest import Manifest
+from raytrain.data.labels.part_names import Part
 from raytrain.data.plan.permutation import Floats, Int64s
 from raytrain.errors import UsageError
 from raytrain.inference.trained_run import TrainedRun
@@ -65,6 +66,7 @@ class EvaluatedRun:
     Attributes:
         run: the run's name.
         data: the folder or URL of the images.
+        part: which of the run's own images were measured, ``test`` or ``validation``; None for other images.
         checkpoint: the path of the checkpoint within the run.
         skipped: number of images that could not be read; the metrics leave them out.
         trained_on: number of images that the run was trained on: they have the key or the content of a training image.
@@ -77,6 +79,7 @@ class EvaluatedRun:
     data: str
     checkpoint: str
     skipped: int
+    part: Part | None = None
     trained_on: int | None = None
     all_compared: bool | None = None
     metrics: dict[str, float | None] = field(default_factory=dict[str, "float | None"])

@@ -24,6 +24,7 @@ from raytrain.data.labels.label_file import read_label_file
 from raytrain.data.labels.label_pattern import groups_in_names, table_by_pattern
 from raytrain.data.labels.labelled_images import images_of_part
 from raytrain.data.labels.manifest import Manifest
+from raytrain.data.labels.part_names import Part
 from raytrain.errors import StorageError, UsageError
 from raytrain.inference.classification_metrics import (
     EvaluationResult,
@@ -91,8 +92,9 @@ def evaluate(
     # Everything that can be refused is refused before an image is read.
     trained = open_trained_run(run, os.fspath(storage), trust=trust)
     thresholds = chosen_thresholds(trained, threshold)
+    part: Part | None = None
     if data is None:
-        images, manifest = _own_images(trained, labels)
+        part, images, manifest = _own_images(trained, labels)
     else:
         images = open_store(os.fspath(data))
         manifest = _labelled_images(trained, images, labels)
@@ -104,7 +106,7 @@ def evaluate(
     else:
         result = _score_with_interval(trained, images.url, manifest, table, labels)
     readable = table.filter(table["error"].is_null())
-    result = replace(result, metrics=_named_metrics(trained, manifest, readable))
+    result = replace(result, part=part, metrics=_named_metrics(trained, manifest, readable))
 
     # Images of the user's own may be among those that the run was trained on; its own held-out images are not.
     return result if data is None else replace(result, **_count_training_images(trained, images, manifest))
@@ -193,17 +195,20 @@ def _named_metrics(trained: TrainedRun, manifest: Manifest, table: pa.Table) -> 
     return {name: None if math.isnan(value) else value for name, value in measured.items()}
 
 
-def _own_images(trained: TrainedRun, labels: Location | None) -> tuple[Store, Manifest]:
-    """Return the run's own test images, or, if it has none, its validation images, and the store that has them.
+def _own_images(trained: TrainedRun, labels: Location | None) -> tuple[Part, Store, Manifest]:
+    """Return which of the run's own images to measure, the store that has them, and the list of them.
+
+    They are its test images, or, if it has none, its validation images.
 
     Raises UsageError if the run has stored no list of either, or if the user gave ``labels``.
     """
     if labels is not None:
         raise UsageError("--labels is for other images than the run's own; give those with --data.")
-    for document in (TEST_MANIFEST, VALIDATION_MANIFEST):
+    documents: dict[Part, str] = {"test": TEST_MANIFEST, "validation": VALIDATION_MANIFEST}
+    for part, document in documents.items():
         with suppress(FileNotFoundError):
             manifest = Manifest.from_parquet(trained.store.get(document))
-            return open_store(manifest.url), manifest
+            return part, open_store(manifest.url), manifest
     raise UsageError(f"Run {trained.name!r} has no list of the images that it held out; give images with --data.")
 
 

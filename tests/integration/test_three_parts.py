@@ -155,7 +155,7 @@ def test_evaluate_measures_what_the_run_measured_at_its_end(images: Path, tmp_pa
     result = raytrain.train(config)
     assert result.test_accuracy is not None and result.validation_accuracy is not None
     again = raytrain.evaluate("whole", storage=tmp_path, trust=True)
-    assert (again.images, again.accuracy) == (18, result.test_accuracy)
+    assert (again.part, again.images, again.accuracy) == ("test", 18, result.test_accuracy)
     store = run_store(str(tmp_path), "whole")
     sizes = [len(Manifest.from_parquet(store.get(name))) for name in (VALIDATION_MANIFEST, TEST_MANIFEST)]
     assert sizes == [12, 18]

@@ -55,6 +55,7 @@ def test_the_summary_has_plain_values() -> None:
         "data": "d",
         "checkpoint": "c",
         "skipped": 3,
+        "part": None,
         "trained_on": None,
         "all_compared": None,
         "images": 2,

@@ -151,6 +151,8 @@ def test_tags_and_a_note_are_added_and_removed(tmp_path: Path, capsys: pytest.Ca
     assert main(["tag", "first", "--storage", str(tmp_path), "--note", ""]) == 0
     assert read_config(store).note is None
     assert "\x1b[2J" not in capsys.readouterr().out
+    assert main(["tag", "first", "--storage", str(tmp_path), "--remove", *read_config(store).tag]) == 0
+    assert capsys.readouterr().out.split() == ["name", "first", "tags", "none", "note", "none"]
 
 
 @pytest.mark.parametrize(

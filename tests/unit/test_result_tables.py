@@ -50,6 +50,8 @@ def test_an_unfinished_run_prints_the_command_that_resumes_it(monkeypatch: pytes
         and "time 00:01:01" in seen
     )
     assert seen.endswith("Resume with raytrain train --name first --workers 2 --resume"), "the run knows all else"
+    resumed = text(result_page(dataclasses.replace(config, resume=True), train_result(status="stopped")))
+    assert "time 00:01:01 since the resume" in resumed
     own = dataclasses.replace(config, loop="my.py:train", storage="s3://b/runs", model="resnet18")
     code = text(result_page(own, train_result(status="stopped"))).replace("\n", " ")
     assert code.endswith("--name first --storage s3://b/runs --workers 2 --loop my.py:train --resume"), (
@@ -181,6 +183,14 @@ def test_only_the_worst_of_many_classes_are_shown() -> None:
     assert "class-29 " not in seen
     assert "and 10 better classes" in seen
     assert "No image was misclassified." in text(evaluation_page(evaluation([0], [0], ["cat"])))
+
+
+def test_an_evaluation_says_which_of_the_images_of_the_run_it_has_measured() -> None:
+    given = evaluation([0], [0], ["cat"])
+    assert "data d\n" in text(evaluation_page(given))
+    assert "data validation images of the run, in d\n" in text(
+        evaluation_page(dataclasses.replace(given, part="validation"))
+    )
 
 
 @pytest.mark.parametrize(

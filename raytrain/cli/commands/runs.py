@@ -126,7 +126,8 @@ def tag(
 
     config = tag_run(storage, run, add, remove, note)
     document = {"name": run, "tags": config.tag, "note": config.note}
-    return CommandResult(key_value_table({**document, "tags": " ".join(config.tag) or None}), document)
+    shown = {"name": run, "tags": " ".join(config.tag) or "none", "note": config.note or "none"}
+    return CommandResult(key_value_table(shown), document)
 
 
 def rm(
