@@ -29,7 +29,24 @@ _NAMED_SECRETS = (
         r"""[_-]?key|connection_?string)["']?\s*[=:]\s*["']?)[^\s"'&,…][^\s"'&,]{5,}""",
         re.IGNORECASE,
     ),
+    # Words of a command line, which provenance holds, and the signature of a URL of Azure.
+    re.compile(
+        r"""((?<![\w-])--(?:[\w-]*[_-])?(?:password|passwd|passphrase|secret|token|key)\s+["']?)[^\s"'-][^\s"']{5,}""",
+        re.IGNORECASE,
+    ),
+    re.compile(r"((?<![\w%])sig=)[\w%+/-]{20,}"),
+    # Keys of a length that no other word has beside these names: W&B's are 40 digits of base 16.
+    re.compile(r"""((?<![\w.-])(?:bearer\s+|key=["']))[\w~+/-]{32,}=*(?:\.[\w~+/-]+=*)*""", re.IGNORECASE),
 )
+_TOKENS = re.compile(
+    r"(?<![\w.-])(?:hf_|gh[a-z]_|github_pat_|glpat-|xox[a-z]-|sk-(?:ant|proj)-|AIza)[\w-]{16,}"
+    r"|(?<![\w.-])eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]*"
+    r"|(?<=://hooks\.slack\.com/)[\w/-]{16,}"
+)
+"""Tokens that say what they are: of Hugging Face, GitHub, GitLab, Slack, OpenAI, Anthropic and Google, and JWTs.
+
+A match is tried at the beginning of a word alone, so that a long one takes linear time.
+"""
 
 
 def redact(text: str) -> str:
@@ -53,7 +70,7 @@ def redact(text: str) -> str:
     text = _without_private_keys(text)
     for pattern in _NAMED_SECRETS:
         text = pattern.sub(r"\1…", text)
-    return text
+    return _TOKENS.sub("…", text)
 
 
 def keep_secret(secret: str) -> None:

@@ -92,6 +92,17 @@ def test_values_by_their_variable_and_their_parts(
         ("?X-Amz-Signature=0123456789abcdef&x=1", "?X-Amz-Signature=…&x=1"),
         ("aws_secret_access_key = abcdefgh", "aws_secret_access_key = …"),
         ("Authorization: Bearer abc.def", "Authorization: …"),
+        ("x?sv=2022-11-02&sig=Zq8LmN3vRt6YxW2pKs9B%2Fa%3D&se=1", "x?sv=2022-11-02&sig=…&se=1"),
+        (
+            "python train.py --wandb-key Zq8LmN3v --token 'Zq8LmN3v' --epochs 3",
+            "python train.py --wandb-key … --token '…' --epochs 3",
+        ),
+        ('login("hf_Zq8LmN3vRt6YxW2pKs9B")', 'login("…")'),
+        ("ghp_Zq8LmN3vRt6YxW2pKs9BZq8LmN3vRt6YxW2p", "…"),
+        (f'wandb.login(key="{"0123456789" * 4}")', 'wandb.login(key="…")'),
+        (f"Bearer {'Zq8LmN3v' * 4}.a-b.c==", "Bearer …"),
+        ("a eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.Zq8LmN3v_R b", "a … b"),
+        ("POST https://hooks.slack.com/services/T01/B01/Zq8LmN3vRt6Y", "POST https://hooks.slack.com/…"),
         (f"key {PEM.strip()} end", "key … end"),
         (repr(PEM.strip()), "'…'"),
     ],
@@ -106,6 +117,9 @@ def test_what_is_built_like_a_secret(text: str, expected: str) -> None:
         "s3://bucket/me@home/data",
         "monkey: 0.123456",
         "tokens: 123456 key: cat/000001.jpg",
+        "raytrain train --key-column path --labels key --tag token sig=0.12345678901",
+        'rows(key="validation_accuracy", sort_key=0.1) --key --token --epochs',
+        "bearer of bad news, hf_hub_download and sk-learn-of-this-experiment-0",
         "the secret is in AWS_SECRET_ACCESS_KEY; set it",
     ],
 )
@@ -114,7 +128,21 @@ def test_other_text_stays(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "piece", ["://", "://a:", "://a/@", "ab12+/", "-----BEGIN PRIVATE KEY-----", "password=", "authorization:a"]
+    "piece",
+    [
+        "://",
+        "://a:",
+        "://a/@",
+        "ab12+/",
+        "-----BEGIN PRIVATE KEY-----",
+        "password=",
+        "authorization:a",
+        "--token",
+        "eyJ",
+        "eyJ-",
+        "eyJaaaaaaaa.",
+        "a.hf_",
+    ],
 )
 def test_a_line_without_blanks_takes_time_that_is_linear_in_its_length(piece: str) -> None:
     def fastest_s(num_characters: int) -> float:
