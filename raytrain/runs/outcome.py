@@ -14,7 +14,7 @@ from raytrain.config.option_marks import Mark
 from raytrain.config.options import options_with
 from raytrain.config.user_code import names_own_function
 from raytrain.errors import TrainingFailed, option_name, shell_command
-from raytrain.recipes import RECIPES
+from raytrain.recipes import AUTO, CUSTOM, RECIPES
 from raytrain.runs.documents import known_fields
 from raytrain.runs.redact import redact
 
@@ -233,20 +233,28 @@ def train_command(config: TrainConfig, command: str = "train") -> str:
 
     For a sweep, ``command`` is ``sweep``. ``--resume`` is left out, and options that may hold a secret.
     """
+    # Once the images have decided on the options that the recipe auto leaves open, they are plain options, which the
+    # recipe custom takes: auto would choose those anew that happen to have its default values.
+    if config.recipe == AUTO and not config.open_options:
+        config = dataclasses.replace(config, recipe=CUSTOM)
     words = ["raytrain", command, *([config.recipe] if config.recipe in RECIPES else [])]
-    hidden = ("recipe", "resume", *options_with(Mark.SECRET))
+    hidden = ("resume", *options_with(Mark.SUBCOMMAND), *options_with(Mark.SECRET))
     names = [field.name for field in dataclasses.fields(TrainConfig) if field.name not in hidden]
     return shlex.join([*words, *_flags(config, names)])
 
 
 def _flags(config: TrainConfig, names: Sequence[str]) -> list[str]:
-    """Return the flags, with their values, for those of the options ``names`` that differ from the recipe's."""
+    """Return the flags, with their values, for those of the options ``names`` that differ from the recipe's.
+
+    Of the recipe auto, options that somebody has given are among them even if they have its default values.
+    """
     recipe = RECIPES.get(config.recipe)
     defaults = vars(recipe()) if recipe else {field.name: field.default for field in dataclasses.fields(TrainConfig)}
+    closed = set(options_with(Mark.CHOSEN_BY_AUTO)).difference(config.open_options) if config.open_options else ()
     words: list[str] = []
     for name in names:
         option, value = option_name(name), getattr(config, name)
-        if value == defaults[name]:
+        if value == defaults[name] and name not in closed:
             continue
         if isinstance(value, bool):
             words.append(f"--{option}" if value else f"--no-{option}")

@@ -32,7 +32,7 @@ from raytrain.config import SECTIONS, TrainConfig
 from raytrain.display.evaluation import evaluation_page
 from raytrain.errors import StorageError, TrainingFailed
 from raytrain.inference.classification_metrics import ClassScore, score
-from raytrain.recipes import RECIPES, alexnet_transfer, cifar10_fast
+from raytrain.recipes import RECIPES, alexnet_transfer, auto, cifar10_fast
 from raytrain.runs.documents import SUMMARY, open_run, read_config, run_store, write_config, write_json
 from raytrain.runs.outcome import train_command
 from raytrain.runs.status import RunStatus, write_status
@@ -741,6 +741,18 @@ def test_the_printed_train_command_has_options_that_are_none(
     assert words in train_command(config)
     assert main(shlex.split(train_command(config))[1:]) == 0
     assert trained == [config]
+
+
+def test_the_printed_train_command_of_a_run_whose_images_chose_its_options_has_them(trained: list[TrainConfig]) -> None:
+    chosen = dataclasses.replace(auto(data="photos"), open_options=(), model="efficientnet_b0", epochs=3)
+    assert main(shlex.split(train_command(chosen))[1:]) == 0
+    assert trained == [dataclasses.replace(chosen, recipe="custom")]
+
+
+def test_the_printed_train_command_of_open_options_has_those_that_were_given(trained: list[TrainConfig]) -> None:
+    half_open = auto(data="photos", model="resnet18", weights=None)  # as the recipe has them while they are open
+    assert main(shlex.split(train_command(half_open))[1:]) == 0
+    assert trained == [half_open]
 
 
 @pytest.mark.not_quick
