@@ -47,8 +47,8 @@ class Plot:
     """Several ``series`` over one pair of axes, ``height`` lines high, below a ``title``.
 
     ``first_x`` and ``last_x`` are the formats of the labels at the ends of the x axis. Each series is named, in its
-    style and with its last value, by the ``legend``: in the line of the title, which is cut at the plot's width, or
-    below the plot, in as many lines as it takes.
+    style and with its last value, by the ``legend``: in the line of the title, or below the plot, in as many lines as
+    it takes. If the line of the title is too narrow for it, it takes the last line of the plot.
     """
 
     title: str
@@ -71,20 +71,31 @@ class Plot:
             for series, value in zip(self.series, last, strict=True)
         ]
         heading = Text(f"{self.title:>{_AXIS_WIDTH}}", style="bold", no_wrap=True, overflow="ellipsis")
-        if self.legend == "title":
-            for name in names:
-                heading.append("  ").append_text(name)
-        yield heading
-        yield from self._picture(width)
         if self.legend == "below":
+            yield heading
+            yield from self._picture(width, self.height)
             yield Padding(Columns(names, padding=(0, 2)), (0, 0, 0, _LEGEND_INDENT))
+            return
 
-    def _picture(self, width: int) -> Iterator[Text]:
-        """Yield the lines of the plot with its axes; ``width`` characters are right of the y axis."""
+        # A value must not be cut: 0.2 of 0.25 looks like a value, too. The height stays the same, as a screen is full.
+        separator = Text("  ")
+        line = separator.join([heading, *names])
+        if line.cell_len <= options.max_width:
+            yield line
+            yield from self._picture(width, self.height)
+        else:
+            yield heading
+            yield from self._picture(width, self.height - 1)
+            legend = separator.join(names)
+            legend.no_wrap, legend.overflow = True, "ellipsis"
+            yield Padding(legend, (0, 0, 0, _LEGEND_INDENT))
+
+    def _picture(self, width: int, height: int) -> Iterator[Text]:
+        """Yield the lines of the plot with its axes: ``height`` lines, and ``width`` characters right of the y axis."""
         # Without points, there are empty axes, as high as with points.
         drawn = [(xs, ys) for _, xs, ys in self._points if len(xs)]
         if not drawn:
-            yield from [Text(_axis("", "│"), style="dim")] * self.height
+            yield from [Text(_axis("", "│"), style="dim")] * height
             yield Text()
             return
 
@@ -98,11 +109,11 @@ class Plot:
         high = min(highest, quantile + (quantile - low) / 4) if is_cut else highest
 
         # Labels of the y axis: at its ends and in its middle.
-        labels = [""] * self.height
-        labels[0], labels[self.height // 2], labels[-1] = _number(high), _number((low + high) / 2), _number(low)
+        labels = [""] * height
+        labels[0], labels[height // 2], labels[-1] = _number(high), _number((low + high) / 2), _number(low)
         if high < highest:
             labels[0] = f"≥{labels[0]}"
-        for label, line in zip(labels, self._lines(width, x_range, (low, high)), strict=True):
+        for label, line in zip(labels, self._lines(width, height, x_range, (low, high)), strict=True):
             yield Text.assemble((_axis(label, "┤" if label else "│"), "dim"), line)
 
         # Labels of the x axis: at both ends, or at the right end alone if there is no room for two.
@@ -111,20 +122,22 @@ class Plot:
         x_labels = first + last.rjust(width - len(first)) if has_room else last
         yield Text(" " * (_AXIS_WIDTH + 1) + x_labels, style="dim", no_wrap=True, overflow="crop")
 
-    def _lines(self, width: int, x_range: tuple[float, float], y_range: tuple[float, float]) -> Iterator[Text]:
+    def _lines(
+        self, width: int, height: int, x_range: tuple[float, float], y_range: tuple[float, float]
+    ) -> Iterator[Text]:
         """Yield a text of ``width`` characters for each of the ``height`` rows of cells.
 
         Where several series are in a cell, the last one is drawn.
         """
-        chars = np.full((self.height, width), " ", dtype="<U1")
-        styles = np.full((self.height, width), "", dtype=object)
+        chars = np.full((height, width), " ", dtype="<U1")
+        styles = np.full((height, width), "", dtype=object)
         for series, xs, ys in self._points:
             # A cell is 2 dots wide and 4 dots high; rows of dots are counted from the top.
             columns = _scaled(xs, x_range, 2 * width)
-            rows = 4 * self.height - 1 - _scaled(ys.clip(*y_range), y_range, 4 * self.height)
+            rows = 4 * height - 1 - _scaled(ys.clip(*y_range), y_range, 4 * height)
             mark = "•" if len(xs) == 1 and series.mark is None else series.mark  # one point is no line
             if mark is None:
-                cells = _line_cells(columns, rows, self.height, width)
+                cells = _line_cells(columns, rows, height, width)
                 is_drawn = cells != _BLANK
                 chars[is_drawn] = [chr(cell) for cell in cells[is_drawn]]
             else:

@@ -154,6 +154,14 @@ def test_axes_and_heading_show_the_values() -> None:
         assert part in seen
 
 
+def test_a_narrow_plot_shows_whole_values_in_as_many_lines() -> None:
+    rows = [step_row(10, loss=2.5), step_row(1200, loss=0.5), evaluation_row(1200, 0.75, 0.8)]
+    seen, wide = text(curve_plots(rows), width=80), text(curve_plots(rows), width=120)
+    for part in ("train 0.500", "validation 0.750", "validation 0.800"):
+        assert part in seen
+    assert len(seen.splitlines()) == len(wide.splitlines())
+
+
 def view() -> tuple[TerminalView, io.StringIO, Clock]:
     out, clock = io.StringIO(), Clock()
     return TerminalView(Console(file=out, width=60), interval_s=10, clock=clock), out, clock
