@@ -107,7 +107,8 @@ def _sentence_on_unknown(
     if words[0] in RECIPES:
         return f"{words[0]} is a recipe, which comes first, as in `raytrain train {words[0]} --data FOLDER`."
     if not words[0].startswith("-"):
-        return f"There is one argument too many: {words[0]!r}."
+        word = words[0]
+        return f"There is one argument too many: {word!r}; if it belongs to the one before, put quotes around both."
     name = words[0].partition("=")[0]
     commands = commands_with(name)
     if name in flags and commands:  # it exists, but stands before its command, as in `raytrain --data photos train`

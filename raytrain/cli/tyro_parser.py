@@ -14,6 +14,7 @@ import inspect
 import itertools
 import os
 import re
+import shlex
 import shutil
 import sys
 import textwrap
@@ -198,7 +199,7 @@ def _only_named(kind: str, choices: Mapping[str, T], words: Sequence[str]) -> Ma
     if words[0] not in choices:
         hint = did_you_mean(words[0], choices)
         if kind == "recipe" and ("://" in words[0] or os.path.isdir(words[0])):
-            hint = f" (images are given as --data {words[0]})"
+            hint = f" (images are given as --data {shlex.quote(words[0])})"
         raise UsageError(f"There is no {kind} {words[0]!r}{hint}; the {kind}s are {', '.join(choices)}.")
     return {words[0]: choices[words[0]]}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import takewhile
@@ -153,7 +154,9 @@ def _open_images(data: Location | Iterable[Location]) -> tuple[Store, Manifest]:
     if not files:
         raise UsageError("No image is named; give a folder, a URL, or image files.")
     if folder := next((file for file in files if os.path.isdir(file)), None):
-        raise UsageError(f"{folder} is a folder, and image files are expected; give a folder by itself (--data).")
+        raise UsageError(
+            f"{folder} is a folder, and image files are expected; give it alone, as --data {shlex.quote(folder)}."
+        )
 
     # Folders of the paths are compared level by level, from the root on, as far as they are the same.
     paths = [file if "://" in file else absolute_path(file) for file in files]

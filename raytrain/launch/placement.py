@@ -137,9 +137,12 @@ def check_room(config: TrainConfig, hardware: Hardware) -> None:
             f"--device is {config.device}, and the cluster has {types}; name a type that it has, "
             "or give a number of --workers and --wait-for-machines-s if an autoscaler starts such machines."
         )
-    if device == "cuda" and not available and config.backend == "local":
+    # The types of GPUs are not known of this machine alone, whose Ray, if any, a run starts itself.
+    is_machine = config.backend == "local" or hardware.gpu_types is None
+    if device == "cuda" and not available and is_machine:
         hidden = f" (of {len(gpus())}, CUDA_VISIBLE_DEVICES hides all)" if gpus() else ""
-        raise UsageError(f"--device is {config.device}, and this machine has no GPU{hidden}; use --device cpu.")
+        hint = "" if config.backend == "local" else ", or name a cluster by --address"
+        raise UsageError(f"--device is {config.device}, and this machine has no GPU{hidden}; use --device cpu{hint}.")
     if device == "cuda" and not available:
         raise UsageError(
             f"--device is {config.device}, and there is no GPU on the cluster's "
@@ -153,9 +156,8 @@ def check_room(config: TrainConfig, hardware: Hardware) -> None:
     limit = available * (_WORKERS_PER_CPU if device == "cpu" and hardware.num_nodes == 1 else 1)
     if fewest > limit:
         kind = device_kind(config.accelerator_type, device)
-        is_local = config.backend == "local"
-        location = "this machine" if is_local else "the cluster"
-        hint = "" if is_local else ", or give --wait-for-machines-s if an autoscaler starts more"
+        location = "this machine" if is_machine else "the cluster"
+        hint = "" if is_machine else ", or give --wait-for-machines-s if an autoscaler starts more"
         raise UsageError(
             f"--workers is {config.workers}, and {location} has {format_count(available, kind)}; ask for at most "
             f"{limit}{hint}."

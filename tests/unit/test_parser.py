@@ -229,6 +229,7 @@ def test_options_may_come_before_the_command(stored: TrainConfig) -> None:
         ("--json", "Choose one of train, sweep, find-rate, stop."),
         ("train .", "There is no recipe '.' (images are given as --data .); the recipes are "),
         ("train s3://b/x", "There is no recipe 's3://b/x' (images are given as --data s3://b/x); the recipes are "),
+        ("train 's3://b/my photos'", "(images are given as --data 's3://b/my photos'); the recipes are "),
         ("train cifar11", "There is no recipe 'cifar11' (did you mean cifar10?); the recipes are "),
         ("train", "Choose one of digits, digits-lstm, cifar10, "),
         ("train cifar10 --epoch 3", "There is no option --epoch (did you mean --epochs or --head-epochs?)."),
@@ -257,7 +258,10 @@ def test_options_may_come_before_the_command(stored: TrainConfig) -> None:
             "--data is an option of a command, which comes first, as in `raytrain train --data …`.",
         ),
         ("train --data x --learning-rate inf", "--learning-rate is inf; give a finite number."),
-        ("stop first again", "There is one argument too many: 'again'."),
+        (
+            "stop first again",
+            "There is one argument too many: 'again'; if it belongs to the one before, put quotes aro",
+        ),
         ("find-rate cifar10", "`raytrain find-rate` needs --rates; see `raytrain find-rate --help`."),
     ],
 )

@@ -40,6 +40,14 @@ def test_too_few_gpus_of_the_type_and_a_type_that_is_not_there_are_refused() -> 
         place(config(device="cuda:A100"), MIXED)
 
 
+def test_what_this_machine_lacks_is_said_of_it_and_not_of_a_cluster() -> None:
+    machine = Hardware(num_nodes=1, cpus=2, gpus=0, object_store_bytes=0)  # as a run knows it before its Ray starts
+    with pytest.raises(UsageError, match="this machine has no GPU; use --device cpu, or name a cluster by --address"):
+        place(config(device="cuda"), machine)
+    with pytest.raises(UsageError, match="this machine has 2 CPUs; ask for at most 8\\."):
+        place(config(workers=9), machine)
+
+
 def test_without_a_cluster_a_refusal_speaks_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = Hardware(1, cpus=2.0, gpus=0.0, object_store_bytes=10**9)
     with pytest.raises(UsageError, match=r"^--workers is 9, and this machine has 2 CPUs; ask for at most 8.$"):

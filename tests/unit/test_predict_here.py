@@ -202,7 +202,7 @@ def test_files_that_are_named_are_predicted_without_writing_any(
     assert one.summary()["rows"] == [{**rows[0], "key": files[0].name}]
     with pytest.raises(UsageError, match=r"There is no file .*cat/none\.png; check the path"):
         raytrain.predict("first", "none.png", storage=str(trained))
-    with pytest.raises(UsageError, match=r"dog is a folder, and image files are expected"):
+    with pytest.raises(UsageError, match=r"dog is a folder, .* give it alone, as --data /.*dog\."):
         raytrain.predict("first", [str(files[0]), str(images / "dog")], storage=str(trained))
     for others in ("s3://one/a.png", "s3://two/a.png"), (str(files[0]), "s3://one/a.png"):
         with pytest.raises(UsageError, match="not all in one bucket"):
