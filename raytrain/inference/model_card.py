@@ -11,6 +11,7 @@ from raytrain.config import ResolvedConfig
 from raytrain.config.network import timm_name
 from raytrain.config.user_code import load_function
 from raytrain.inference.classifier import Classifier
+from raytrain.recipes import auto
 from raytrain.runs.outcome import train_command
 from raytrain.runs.provenance import Provenance
 from raytrain.runs.redact import one_line
@@ -56,7 +57,7 @@ In the order of the outputs:
 {use}
 ```
 
-`raytrain train --weights {file}` starts a run with them.
+`{start}` starts a run with them.
 
 ## Training
 
@@ -107,6 +108,10 @@ def model_card(
         f"(batch, {config.channels}, {height}, {width})."
     )
 
+    # A network other than the recipe's own is not known from the weights.
+    network = {name: getattr(config, name) for name in ("model", "model_option", "channels")}
+    start = train_command(auto(data="IMAGES", weights=file, **network))
+
     # Names of classes, runs and networks may hold any text: one line of printable characters is left of each.
     return _CARD.format(
         library="timm" if timm_name(config.model) else "pytorch",
@@ -123,6 +128,7 @@ def model_card(
         preprocessing=preprocessing_text,
         classes=json.dumps([one_line(name) for name in identity.classes], indent=2, ensure_ascii=False),
         use=lines,
+        start=one_line(start),
         command=one_line(train_command(config)),
     )
 
