@@ -107,7 +107,7 @@ def curve_figure(record: RunRecord) -> Figure:
     """
     _check_history([record])
     last = record.metrics[-1]
-    title = f"{record.name}    {curve_heading(last.epoch, last.elapsed_s)}"
+    title = f"{record.name}    {curve_heading(last.epoch, record.elapsed_s)}"
     figure = titled_figure(title, 9, 8.5)
     panels = _draw(figure, [_run_plot(name, record.metrics) for name in ("loss", "accuracy", "learning_rate")])
     for panel in panels[:2]:

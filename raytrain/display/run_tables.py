@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -228,14 +228,14 @@ def run_page(record: RunRecord) -> RenderableType:
     # The curves, and the last values of the metrics that a user's loop logs.
     if record.metrics:
         last = record.metrics[-1]
-        parts += [Text(curve_heading(last.epoch, last.elapsed_s), style="bold"), curve_plots(record.metrics)]
+        parts += [Text(curve_heading(last.epoch, record.elapsed_s), style="bold"), curve_plots(record.metrics)]
         loop_metrics = own_metrics(last_row(record.metrics, "step"), last_row(record.metrics, "evaluation"))
         if loop_metrics:
             parts.append(key_value_table(loop_metrics))
 
     # The result; a summary with another status is of an earlier attempt.
     if record.summary and record.summary.get("status") == status.status:
-        parts.append(key_value_table(shown_summary(record.summary)))
+        parts.append(key_value_table(_rows_of_summary(record.summary)))
 
     # The checkpoints, the newest files of the loop's own, and the first images that could not be used.
     newest = sorted(record.files, key=lambda file: file.modified)[-_NUM_FILES_SHOWN:]
@@ -252,6 +252,21 @@ def run_page(record: RunRecord) -> RenderableType:
         parts.append(Group(heading, *(Text(f"  {one_line(line)}") for line in lines)))
 
     return Group(*(Group(part, Text()) for part in parts))
+
+
+def _rows_of_summary(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the rows of a table of a run's summary, without numbers that only some runs have."""
+    rows = shown_summary(summary)
+    if not rows.get("num_decoded_on_cpu"):  # 0 would be wrong: without a GPU that decodes, CPUs decode all images
+        rows.pop("num_decoded_on_cpu", None)
+    if not _is_resumed(rows.get("seconds"), rows.get("total_seconds")):
+        rows.pop("total_seconds", None)
+    return rows
+
+
+def _is_resumed(seconds: object, total_seconds: object) -> bool:
+    """Return whether a run took ``total_seconds`` over several attempts, of which the last one took ``seconds``."""
+    return isinstance(seconds, float) and isinstance(total_seconds, float) and total_seconds > seconds + 1
 
 
 def comparison_page(records: Sequence[RunRecord]) -> RenderableType:
@@ -309,15 +324,16 @@ def result_page(config: TrainConfig, result: TrainResult, best: tuple[float, str
     # Progress, time, the last checkpoint and the last evaluation.
     counts = {"step": result.steps, "epoch": round(result.epochs, 2), "image": result.samples_seen}
     steps = ", ".join(format_count(count, noun) for noun, count in counts.items())
-    since = " since the resume" if config.resume else ""
     startup = f", of which {format_duration(result.startup_seconds)} to start" if result.startup_seconds else ""
+    is_resumed = _is_resumed(result.seconds, result.total_seconds)
+    earlier = f"; with earlier attempts {format_duration(result.total_seconds or 0.0)}" if is_resumed else ""
     newest = "no checkpoint" if result.checkpoint is None else f"{CHECKPOINTS}{result.checkpoint.rpartition('/')[2]}"
     measured = {"validation accuracy": result.validation_accuracy, "validation loss": result.validation_loss}
     last_values = ", ".join(f"{name} {value:.4f}" for name, value in measured.items() if value is not None)
     facts: dict[str, object] = {
         "name": result.name,
         "status": f"{result.status} after {steps} on {format_count(result.num_workers, 'worker')}",
-        "time": format_duration(result.seconds) + since + startup,
+        "time": format_duration(result.seconds) + startup + earlier,
         "last": newest + (f"; measured last: {last_values}" if last_values else ""),
     }
 

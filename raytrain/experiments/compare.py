@@ -32,7 +32,7 @@ class ComparedRun:
     ``options`` has only those in which the runs differ. ``best_value`` is the best value of the metric of ``--best``,
     ``best_metric``, in any evaluation; ``validation_accuracy`` and ``validation_loss`` are from the last one. ``loss``
     is that of the last row of training steps, ``images_per_s`` the median over all of these rows, ``seconds`` the time
-    of all attempts up to the last row, start-ups included, and ``skipped`` the number of images that could not be used.
+    of all attempts so far, start-ups included, and ``skipped`` the number of images that could not be used.
     """
 
     name: str
@@ -115,7 +115,7 @@ def compare_records(records: Sequence[RunRecord]) -> list[ComparedRun]:
                 validation_loss=evaluation and evaluation.loss,
                 loss=training and training.loss,
                 images_per_s=statistics.median(speeds) if speeds else None,
-                seconds=rows[-1].elapsed_s if rows else None,
+                seconds=record.elapsed_s or None,
                 skipped=len(record.skipped),
                 metrics=own_metrics(training, evaluation),
             )

@@ -122,7 +122,7 @@ class SweepSession:
 
         # The cost of the sweep is that of the machines of all trials; a machine on which two trials train counts once.
         # A budget that is spent already is refused if trials are left to train.
-        before = prepared.status_before()
+        before = prepared.status_before
         if self._waiting or len(self._runs) < self._planned.num_trials:
             check_budget(prepared.config, before, f"Sweep {prepared.name!r}")
         self._cost = CostMeter(prepared.config.prices, before, prepared.started_at)

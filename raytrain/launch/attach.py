@@ -513,6 +513,7 @@ class AttachedLaunch:
             steps_per_epoch=plan.steps_per_epoch,
             skip_limit=prepared.skip_limit(),
             started_at=prepared.started_at,
+            elapsed_before_s=prepared.status_before.elapsed_s,
         )
 
     def start_session(self, messages: GroupMessages | None) -> None:

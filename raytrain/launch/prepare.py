@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from raytrain.config import ResolvedConfig, TrainConfig
@@ -433,10 +433,11 @@ class PreparedRun(TrainRequest):
         if self.log is not None:
             self.log.copy()
 
+    @cached_property
     def status_before(self) -> RunStatus:
-        """Return the status that earlier attempts have left, with their cost; one of no cost if there are none.
+        """The status that earlier attempts have left, with their time and cost; one without either if there are none.
 
-        It is one of no cost, too, if storage is out of reach.
+        It is one without either, too, if storage is out of reach.
         """
         if self.config.resume:
             with suppress(StorageError):

@@ -81,7 +81,7 @@ class RunSession:
         self._prepared = prepared
         self._launch = launch
         self._plan = prepared.data.plan(launch.config)
-        before = prepared.status_before()  # whose cost a run that resumes goes on with
+        before = prepared.status_before  # whose time and cost a run that resumes goes on with
         self._writer = DocumentWriter(
             prepared.store, self._plan.num_steps, prepared.first_step, prepared.started_at, before
         )

@@ -21,6 +21,7 @@ from raytrain.runs.status import HEARTBEAT_EVERY_S, RunStatus, write_status
 from raytrain.storage.store import Store
 
 _POLL_EVERY_S = 1.0
+_SPENT = ("dollars", "gpu_kwh", "elapsed_s")  # what a status keeps of all attempts
 _log = logging.getLogger(__name__)
 
 
@@ -32,7 +33,7 @@ class DocumentWriter:
         num_steps: the steps of the whole run.
         first_step: the completed steps when this attempt begins.
         started_at: when the user started the run, by ``time.monotonic()``; now by default.
-        before: the status of the run's last attempt, whose cost the first status keeps.
+        before: the status of the run's last attempt, whose time and cost the first status keeps.
     """
 
     def __init__(
@@ -47,7 +48,8 @@ class DocumentWriter:
         self._num_steps = num_steps
         self._step = first_step  # the monitor does not know it before workers start
         self._started_at = time.monotonic() if started_at is None else started_at
-        self._spent: dict[str, Any] = {"dollars": before and before.dollars, "gpu_kwh": before and before.gpu_kwh}
+        spent = before or RunStatus(status="starting")
+        self._spent: dict[str, Any] = {name: getattr(spent, name) for name in _SPENT}
         self._throttle = Throttle()
         self._num_logged = 0
         self._unwritten: TrainConfig | None = None  # options that will replace those in storage once workers start
@@ -108,6 +110,7 @@ class DocumentWriter:
         checkpoint, request = outcome.checkpoint, snapshot.stop_request
         with suppress(StorageError):
             checkpoint = checkpoint or newest_checkpoint(self._store)
+        seconds = round(time.monotonic() - self._started_at, 2)
         return TrainResult(
             name=snapshot.name,
             status=outcome.status,
@@ -122,7 +125,8 @@ class DocumentWriter:
             best_value=progress.best_value,
             checkpoint=checkpoint and f"{self._store.url}/{checkpoint}",
             run_dir=self._store.url,
-            seconds=round(time.monotonic() - self._started_at, 2),
+            seconds=seconds,
+            total_seconds=max(seconds, round(snapshot.elapsed_s, 2)),
             startup_seconds=None if snapshot.startup_s is None else round(snapshot.startup_s, 2),
             num_workers=snapshot.num_workers or num_workers,
             dollars=snapshot.dollars,
@@ -148,13 +152,14 @@ class DocumentWriter:
     def write_status(self, status: str, snapshot: Snapshot | None = None, *, fail_fast: bool = False) -> None:
         """Write the status with the progress and the cost in ``snapshot``.
 
-        Without a snapshot, write the step and the cost that are known so far, and the planned steps, but no epochs and
-        workers. With ``fail_fast``, a request that fails is not retried. Raises StorageError.
+        Without a snapshot, write the step, the time and the cost that are known so far, and the planned steps, but no
+        epochs and workers. With ``fail_fast``, a request that fails is not retried. Raises StorageError.
         """
         progress: dict[str, Any] = {"num_steps": self._num_steps}
         if snapshot is not None:
             self._step = max(self._step, snapshot.step)
-            self._spent = {"dollars": snapshot.dollars, "gpu_kwh": snapshot.gpu_kwh}
+            self._spent = {name: getattr(snapshot, name) for name in _SPENT}
+            self._spent["elapsed_s"] = round(snapshot.elapsed_s, 3)
             progress = {name: getattr(snapshot, name) for name in ("num_steps", "epoch", "num_epochs", "num_workers")}
         store = self._store.fail_fast() if fail_fast else self._store
         write_status(store, RunStatus(status=status, step=self._step, **progress, **self._spent))

@@ -40,6 +40,7 @@ class RunMonitor:
         clock: returns the time in seconds.
         skip_limit: how many images may be skipped; any number by default.
         started_at: when the user started the run, by ``clock``; now by default.
+        elapsed_before_s: the time on the clock of the run when its last attempt, of another process, ended.
 
     Attributes:
         stop_request: why the run should stop; None if nobody has asked for that.
@@ -55,6 +56,7 @@ class RunMonitor:
         clock: Callable[[], float] = time.monotonic,
         skip_limit: SkipLimit | None = None,
         started_at: float | None = None,
+        elapsed_before_s: float = 0.0,
     ) -> None:
         self._name = run_name
         self._num_steps = num_steps
@@ -95,7 +97,7 @@ class RunMonitor:
         self._suspicious: tuple[SuspiciousLabel, ...] = ()
 
         # The clock of the run: it stands still between the attempts of a run that is resumed.
-        self._elapsed_before_s = 0.0
+        self._elapsed_before_s = elapsed_before_s
         self._started_at = clock() if started_at is None else started_at
         self._startup_s: float | None = None
         self._ended_s: float | None = None
@@ -111,14 +113,14 @@ class RunMonitor:
             self._machines.clear()
 
             # The clock of the rows continues where it stood. In the first attempt of this process, existing rows are
-            # from another process, so the time of the start-up is added to theirs. Later, the monitor has counted all
-            # of the time itself.
+            # from another process, so the time of the start-up is added to theirs, which may be later than the status
+            # that a killed process has left. Later, the monitor has counted all of the time itself.
             elapsed_s = self._elapsed_s()
             rows = self._history.sample.rows
             rows_s = rows[-1].elapsed_s if rows else 0.0
             if self._startup_s is None:
-                self._startup_s = elapsed_s
-                self._elapsed_before_s = rows_s + elapsed_s
+                self._startup_s = elapsed_s - self._elapsed_before_s
+                self._elapsed_before_s = max(rows_s, self._elapsed_before_s) + self._startup_s
             else:
                 self._elapsed_before_s = max(rows_s, elapsed_s)
             self._started_at = self._clock()

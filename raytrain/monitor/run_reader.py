@@ -79,7 +79,8 @@ class RunReader:
         latest_step = next(reversed(self._steps), None)
         latest_rows = [row for row in (latest_step, self._evaluation) if row is not None]
         step = max([status.step, *(row.step for row in latest_rows)])
-        elapsed_s = max([0.0, *(row.elapsed_s for row in latest_rows), *(at_s for at_s, _ in self._events.parsed)])
+        times_s = [*(row.elapsed_s for row in latest_rows), *(at_s for at_s, _ in self._events.parsed)]
+        elapsed_s = max([status.elapsed_s, *times_s])
         steps_per_epoch_by_status = math.ceil(status.num_steps / status.num_epochs) if status.num_epochs else 1
 
         # Only a run that is over has a result. Its summary may be missing or damaged.

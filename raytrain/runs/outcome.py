@@ -135,8 +135,8 @@ class TrainResult:
 
     ``status`` is ``finished`` or ``stopped``; a run that failed raises :class:`TrainingFailed`, whose ``summary`` has
     these fields. ``steps``, ``epochs`` and ``samples_seen`` count over all resumes; ``seconds`` is the time since the
-    run was last started or resumed. Metrics are those of the last evaluation, accuracies as fractions; None if there
-    was none.
+    run was last started or resumed, ``total_seconds`` that of all attempts. Metrics are those of the last evaluation,
+    accuracies as fractions; None if there was none.
 
     Example::
 
@@ -165,6 +165,7 @@ class TrainResult:
     dollars: float | None = None  # by --price, in all attempts
     gpu_kwh: float | None = None  # energy of the GPUs, in all attempts
     startup_seconds: float | None = None  # the part of ``seconds`` before the workers trained
+    total_seconds: float | None = None
     stop_reason: StopReason | None = None
     error: str | None = None
     accumulate: int | None = None  # microbatches with which a run that ran out of memory may fit

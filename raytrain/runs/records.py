@@ -58,7 +58,7 @@ class RunInfo:
     best_value: float | None = None
     """The best value of the metric of ``--best``, according to the summary."""
     seconds: float | None = None
-    """Duration of the last attempt, according to the summary."""
+    """Duration of all attempts, according to the summary."""
     problems: tuple[str, ...] = ()
 
     @property
@@ -95,6 +95,11 @@ class RunRecord(RunInfo):
     """Commit, packages, command and code of its attempts, the newest last."""
     sweep: dict[str, Any] = field(default_factory=dict[str, Any])
     """The document of a sweep, with its points; empty for a run."""
+
+    @property
+    def elapsed_s(self) -> float:
+        """The time of all attempts so far: that of the latest among the status, the summary and the metrics."""
+        return max(self.status.elapsed_s, self.seconds or 0.0, self.metrics[-1].elapsed_s if self.metrics else 0.0)
 
 
 def list_runs(storage: str, report: Report = warn_once) -> list[RunInfo]:
@@ -171,7 +176,8 @@ def _run_info(name: str, config: bytes | Exception, status: bytes | Exception, s
     )
     result: dict[str, Any] = plain(_parse_document(SUMMARY, summary, parse_object, problems.append) or {})
     progress: dict[str, Any] = plain(_parse_document(STATUS, status, parse_object, problems.append) or {})
-    numbers = {key: result.get(key) for key in ("validation_accuracy", "best_value", "seconds")}
+    numbers = {key: result.get(key) for key in ("validation_accuracy", "best_value")}
+    numbers["seconds"] = result.get("total_seconds") or result.get("seconds")
     return RunInfo(
         name=name,
         config=options,

@@ -48,6 +48,7 @@ class RunStatus:
     num_workers: int = 0
     dollars: float | None = None  # by --price, so far
     gpu_kwh: float | None = None
+    elapsed_s: float = 0.0  # on the clock of the run, of all attempts
     heartbeat_at: str = ""
     host: str = ""
     machine: str = ""

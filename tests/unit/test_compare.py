@@ -86,10 +86,10 @@ def test_the_results_come_from_the_history(storage: str) -> None:
     assert (third.steps, third.epochs, third.seconds, third.status) == (0, 0, None, "interrupted")
 
 
-def test_a_run_that_stopped_after_its_last_row_has_the_steps_of_its_status(storage: str) -> None:
-    write_status(run_store(storage, "first"), RunStatus(status="stopped", step=27, num_steps=64))
+def test_a_run_that_stopped_after_its_last_row_has_the_steps_and_the_time_of_its_status(storage: str) -> None:
+    write_status(run_store(storage, "first"), RunStatus(status="stopped", step=27, num_steps=64, elapsed_s=9.5))
     first, _ = raytrain.compare(["first", "second"], storage=storage)
-    assert (first.steps, first.epochs) == (27, 1.69)
+    assert (first.steps, first.epochs, first.seconds) == (27, 1.69, 9.5)
 
 
 def test_a_run_that_was_evaluated_before_its_first_step_is_compared(storage: str) -> None:

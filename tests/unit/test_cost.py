@@ -131,15 +131,16 @@ def test_a_resume_that_has_spent_its_limit_is_refused(images: Path, tmp_path: Pa
     assert read_status(store).dollars == 20.5
 
 
-def test_each_status_keeps_the_cost_for_the_next_attempt_and_for_who_watches(tmp_path: Path) -> None:
+def test_each_status_keeps_the_cost_and_the_time_for_the_next_attempt_and_for_who_watches(tmp_path: Path) -> None:
     store = run_store(str(tmp_path), "run")
-    documents = DocumentWriter(store, 10, before=RunStatus(status="stopped", dollars=1.25, gpu_kwh=0.5))
+    documents = DocumentWriter(store, 10, before=RunStatus(status="stopped", dollars=1.25, gpu_kwh=0.5, elapsed_s=90.0))
     documents.write_status("starting")
-    assert (read_status(store).dollars, read_status(store).gpu_kwh) == (1.25, 0.5)
-    documents.write_status("running", dataclasses.replace(snapshot(), dollars=2.0, gpu_kwh=0.75))
+    begun = read_status(store)
+    assert (begun.dollars, begun.gpu_kwh, begun.elapsed_s) == (1.25, 0.5, 90.0)
+    documents.write_status("running", dataclasses.replace(snapshot(), dollars=2.0, gpu_kwh=0.75, elapsed_s=95.0))
     documents.write_status("interrupted")
     watched = RunReader(store, "run").snapshot()
-    assert (watched.dollars, watched.gpu_kwh) == (2.0, 0.75)
+    assert (watched.dollars, watched.gpu_kwh, watched.elapsed_s) == (2.0, 0.75, 95.0)
 
 
 class FakeEnergy:

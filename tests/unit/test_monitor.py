@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from raytrain.monitor.events import (
+    CheckpointWritten,
     DocumentLost,
     Evaluated,
     Event,
@@ -184,6 +185,26 @@ def test_after_a_restart_a_viewer_has_the_same_rows_as_the_history(monitor: RunM
     monitor.finish("finished")
     assert [(row.step, row.loss) for row in seen] == [(10, 9.0), (20, 9.0), (30, 1.0), (40, 1.0), (50, 1.0)]
     assert read_metrics(store) == seen
+
+
+def test_the_clock_of_a_resumed_run_goes_on_after_all_that_the_last_attempt_did(store: Store, clock: Clock) -> None:
+    """The last attempt wrote its last row long before it ended, as with rare rows."""
+    before = RunMonitor("first", num_steps=100, steps_per_epoch=40, history=History(store), clock=clock)
+    before.note_start(num_workers=1, step=0)
+    clock.now_s += 60
+    before.record(step_row(10))
+    clock.now_s += 90
+    before.note_event(CheckpointWritten("checkpoints/step-000000018.pt", 18))
+    before.finish("stopped")
+
+    resumed = RunMonitor("first", 100, 40, History(store), clock=clock, elapsed_before_s=before.snapshot().elapsed_s)
+    clock.now_s += 20
+    resumed.note_start(num_workers=2, step=18)
+    clock.now_s += 5
+    resumed.record(step_row(20))
+    snapshot = resumed.snapshot()
+    assert (snapshot.startup_s, snapshot.rows[-1].elapsed_s, snapshot.elapsed_s) == (20, 175, 175)
+    assert [at_s for _, at_s, _ in before.snapshot().events + snapshot.events] == [0, 150, 170]
 
 
 def test_a_resumed_run_continues_its_rows_and_its_elapsed_time(monitor: RunMonitor, store: Store, clock: Clock) -> None:

@@ -50,8 +50,6 @@ def test_an_unfinished_run_prints_the_command_that_resumes_it(monkeypatch: pytes
         and "time 00:01:01" in seen
     )
     assert seen.endswith("Resume with raytrain train --name first --workers 2 --resume"), "the run knows all else"
-    resumed = text(result_page(dataclasses.replace(config, resume=True), train_result(status="stopped")))
-    assert "time 00:01:01 since the resume" in resumed
     own = dataclasses.replace(config, loop="my.py:train", storage="s3://b/runs", model="resnet18")
     code = text(result_page(own, train_result(status="stopped"))).replace("\n", " ")
     assert code.endswith("--name first --storage s3://b/runs --workers 2 --loop my.py:train --resume"), (
@@ -74,6 +72,21 @@ def test_a_result_names_the_best_checkpoint_and_what_to_do_with_it() -> None:
         *("show", "evaluate", "predict", "export", "serve")
     ]
     assert "Try next" not in text(result_page(config, train_result(status="failed", error="no"), (1.0, "a.pt")))
+
+
+def test_the_time_of_a_resumed_run_is_that_of_the_attempt_and_of_all() -> None:
+    seen = text(result_page(cifar10(data="images"), train_result(total_seconds=161.5)))
+    assert "time 00:01:01; with earlier attempts 00:02:41" in seen
+    assert "earlier" not in text(result_page(cifar10(data="images"), train_result(total_seconds=61.5)))
+
+
+def test_the_page_of_a_run_has_the_time_of_all_attempts_and_no_count_that_is_wrong_without_a_gpu() -> None:
+    summary = {"status": "stopped", "seconds": 61.5, "total_seconds": 161.5, "num_decoded_on_cpu": 0}
+    seen = text(run_page(dataclasses.replace(record(), summary=summary, seconds=161.5)))
+    assert "Elapsed: 00:02:41" in seen and "total seconds 161.5" in seen and "decoded on cpu" not in seen
+    once = {**summary, "total_seconds": 61.5, "num_decoded_on_cpu": 3}
+    seen = text(run_page(dataclasses.replace(record(), summary=once)))
+    assert "total seconds" not in seen and "decoded on cpu 3" in seen
 
 
 def record() -> RunRecord:

@@ -68,8 +68,9 @@ class LocalLaunch:
             num_steps=plan.num_steps,
             steps_per_epoch=plan.steps_per_epoch,
             skip_limit=prepared.skip_limit(),
-            # After a restart, the time so far is in the history, and the clock begins now.
+            # After a restart, the time so far is in the status, and the clock begins now.
             started_at=None if prepared.restarting else prepared.started_at,
+            elapsed_before_s=prepared.status_before.elapsed_s,
         )
         with ExitStack() as opened:
             # The socket to which workers report. Its path has a limit that a long TMPDIR may exceed.

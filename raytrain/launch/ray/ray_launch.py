@@ -96,8 +96,9 @@ class RayLaunch:
                 num_steps=plan.num_steps,
                 steps_per_epoch=plan.steps_per_epoch,
                 num_workers=self.num_workers,
-                # After a restart, the time so far is in the history, and the clock begins now.
+                # After a restart, the time so far is in the status, and the clock begins now.
                 started_at=None if prepared.restarting else prepared.started_at,
+                elapsed_before_s=prepared.status_before.elapsed_s,
             )
             coordinator.note_checked.remote()
             if self._owns_feed:
