@@ -16,7 +16,7 @@ from rich.table import Table
 from raytrain.display.braille_plot import Plot, Series
 from raytrain.display.console import format_duration, run_styles
 from raytrain.errors import UsageError
-from raytrain.runs.metric_row import Kind, MetricRow, steps_per_epoch
+from raytrain.runs.metric_row import Kind, MetricRow
 from raytrain.runs.records import RunRecord
 from raytrain.runs.redact import one_line
 from raytrain.storage.open import write_output
@@ -113,7 +113,7 @@ def curve_figure(record: RunRecord) -> Figure:
     for panel in panels[:2]:
         if panel.lines:
             panel.legend(loc="best", frameon=False)
-    _mark_epochs(panels, record.metrics)
+    _mark_epochs(panels, record)
     return figure
 
 
@@ -199,11 +199,11 @@ def _draw(figure: Figure, plots: Sequence[Plot]) -> list[Axes]:
     return panels
 
 
-def _mark_epochs(panels: Sequence[Axes], rows: Sequence[MetricRow]) -> None:
+def _mark_epochs(panels: Sequence[Axes], record: RunRecord) -> None:
     """Shade every other epoch, or every other 2, 5, 10 … of them, and write their numbers above the plots."""
     # The smallest stride of epochs for which the labels have room.
-    steps = steps_per_epoch(rows)
-    num_epochs = max(1, math.ceil(max(row.step for row in rows) / steps))
+    steps = record.steps_per_epoch
+    num_epochs = max(1, math.ceil(max(row.step for row in record.metrics) / steps))
     sizes = (factor * 10**power for power in itertools.count() for factor in (1, 2, 5))
     stride = next(size for size in sizes if num_epochs <= size * _MAX_EPOCH_LABELS)  # in epochs
 

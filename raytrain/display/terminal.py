@@ -171,7 +171,7 @@ class TerminalView(LiveView):
         self._rows = sample_of_rows(_NUM_ROWS)
         self._num_events = 0  # that are printed
         self._next_line_s = clock()  # the earliest time of the next line of progress
-        self._printed_step = 0  # of the last line of progress
+        self._printed = (0, 0)  # the step of the last line of progress, and that of its measurements
 
     def update(self, snapshot: Snapshot) -> None:
         """Show ``snapshot``, which continues the one before (see :class:`Snapshot`)."""
@@ -192,8 +192,9 @@ class TerminalView(LiveView):
                 self._print(f"{format_duration(at_s)}  {event_text(event)}")
                 self._num_events = number + 1
         is_due = snapshot.rows and self._clock() >= self._next_line_s
-        is_last = snapshot.over and self._rows.rows and snapshot.step != self._printed_step
+        shown = snapshot.step, snapshot.latest.step if snapshot.latest else 0
+        is_last = snapshot.over and self._rows.rows and shown != self._printed
         # A run that resumes has rows of earlier attempts while it starts, but has made no step yet.
         if (is_due or is_last) and snapshot.status != "starting":
             self._print(progress_line(snapshot))
-            self._next_line_s, self._printed_step = self._clock() + self._interval_s, snapshot.step
+            self._next_line_s, self._printed = self._clock() + self._interval_s, shown

@@ -20,7 +20,7 @@ from raytrain.errors import RaytrainError, UsageError, shell_command
 from raytrain.experiments.scaling import ACCURACY, Compared
 from raytrain.experiments.trials import names_of
 from raytrain.runs.documents import CONFIG, run_store
-from raytrain.runs.metric_row import MetricRow, own_metrics, steps_per_epoch
+from raytrain.runs.metric_row import MetricRow, own_metrics
 from raytrain.runs.records import RunInfo, RunRecord, read_run
 from raytrain.training.metrics.evaluation_metrics import is_lower_better
 
@@ -108,7 +108,7 @@ def compare_records(records: Sequence[RunRecord]) -> list[ComparedRun]:
                 options={name: options.get(name) for name in differing},
                 status=record.status.status,
                 steps=steps,
-                epochs=round(steps / steps_per_epoch(rows), 2),
+                epochs=round(steps / record.steps_per_epoch, 2),
                 best_metric=metric.name,
                 best_value=max(measured, key=metric.score, default=None),
                 validation_accuracy=evaluation and evaluation.accuracy,

@@ -6,7 +6,6 @@ A run that trains in another process is known only by its documents. From them a
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -81,7 +80,6 @@ class RunReader:
         step = max([status.step, *(row.step for row in latest_rows)])
         times_s = [*(row.elapsed_s for row in latest_rows), *(at_s for at_s, _ in self._events.parsed)]
         elapsed_s = max([status.elapsed_s, *times_s])
-        steps_per_epoch_by_status = math.ceil(status.num_steps / status.num_epochs) if status.num_epochs else 1
 
         # Only a run that is over has a result. Its summary may be missing or damaged.
         result = None
@@ -96,7 +94,7 @@ class RunReader:
             status=cast(Status, status.status if status.status in get_args(Status) else "interrupted"),
             step=step,
             num_steps=max(1, status.num_steps, step),
-            steps_per_epoch=max(self._steps_per_epoch, steps_per_epoch_by_status),
+            steps_per_epoch=max(self._steps_per_epoch, status.min_steps_per_epoch),
             num_workers=status.num_workers,
             elapsed_s=elapsed_s,
             time_left_s=time_left_s(self._steps, status.num_steps, step) if status.active else None,

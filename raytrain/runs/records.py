@@ -33,7 +33,7 @@ from raytrain.runs.documents import (
     warn_once,
     write_config,
 )
-from raytrain.runs.metric_row import MetricRow, SkippedImage
+from raytrain.runs.metric_row import MetricRow, SkippedImage, steps_per_epoch
 from raytrain.runs.metrics_history import read_metrics, read_skipped
 from raytrain.runs.outcome import EndStatus, as_tuple
 from raytrain.runs.ownership import claim_run
@@ -95,6 +95,11 @@ class RunRecord(RunInfo):
     """Commit, packages, command and code of its attempts, the newest last."""
     sweep: dict[str, Any] = field(default_factory=dict[str, Any])
     """The document of a sweep, with its points; empty for a run."""
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """The steps of an epoch, as far as they are known from the status and from metrics of whole epochs."""
+        return max(self.status.min_steps_per_epoch, steps_per_epoch(self.metrics))
 
     @property
     def elapsed_s(self) -> float:

@@ -8,6 +8,7 @@ them. If that matters, :func:`watch_for_life` watches the run for some seconds.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import socket
 import time
@@ -53,6 +54,11 @@ class RunStatus:
     host: str = ""
     machine: str = ""
     pid: int = 0
+
+    @property
+    def min_steps_per_epoch(self) -> int:
+        """The steps of an epoch, or fewer if ``--max-steps`` ends the run within an epoch."""
+        return math.ceil(self.num_steps / self.num_epochs) if self.num_epochs > 0 else 1
 
     @property
     def active(self) -> bool:

@@ -92,6 +92,13 @@ def test_a_run_that_stopped_after_its_last_row_has_the_steps_and_the_time_of_its
     assert (first.steps, first.epochs, first.seconds) == (27, 1.69, 9.5)
 
 
+def test_a_run_that_stopped_in_its_first_epoch_has_a_part_of_an_epoch(storage: str) -> None:
+    make_run(storage, "early", [{"kind": "step", "step": 1, "epoch": 1, "elapsed_s": 1.0, "loss": 2.0}])
+    write_status(run_store(storage, "early"), RunStatus(status="stopped", step=6, num_steps=24, num_epochs=2))
+    _, early = raytrain.compare(["first", "early"], storage=storage)
+    assert (early.steps, early.epochs) == (6, 0.5)
+
+
 def test_a_run_that_was_evaluated_before_its_first_step_is_compared(storage: str) -> None:
     make_run(storage, "before", [{"kind": "evaluation", "step": 0, "epoch": 1, "accuracy": 0.1, "elapsed_s": 1.0}])
     _, before = raytrain.compare(["first", "before"], storage=storage)

@@ -210,6 +210,17 @@ def test_the_last_step_is_printed_when_the_run_ends() -> None:
     assert "step 1,000/1,000" in out.getvalue()
 
 
+def test_the_last_line_has_the_last_measurements_though_the_step_was_printed_before() -> None:
+    terminal, out, clock = view()
+    clock.now_s += 11
+    terminal.update(snapshot([step_row(950)], step=1000))  # the step has ended, and its row is still to come
+    last = snapshot([step_row(1000, loss=0.25)], first_row=1, status="finished")
+    terminal.update(last)
+    terminal.update(last)
+    lines = out.getvalue().splitlines()
+    assert ["at step 950: loss 1.234" in lines[0], "loss 0.250" in lines[1], len(lines)] == [True, True, 2]
+
+
 def screen(out: io.StringIO) -> str:
     """Return the final text on the screen: the output after the last erased line, without control sequences."""
     return re.sub(r"\x1b\[[?0-9;]*[a-zA-Z]", "", out.getvalue().rpartition("\x1b[2K")[2])
