@@ -20,7 +20,7 @@ import dataclasses
 import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -294,42 +294,51 @@ def lines_of_choice(config: TrainConfig, images: Images, chosen: Mapping[str, An
     there are no lines.
     """
     defaults = _plain_auto()
-
-    # The reasons, one for each subject.
-    if config.weights is not None:
-        why_network = "they are photographs, and the weights know ImageNet's"
-        if "weights" not in config.open_options:
-            why_network = "what fits them and the given weights"
-        why_rates = "the weights know much and change little; a new head learns first and faster"
-    else:
-        why_network = "no library has weights for this network"
-        if _is_small(config, images):
-            why_network = "they are small, and ImageNet's photographs show larger things"
-        elif "weights" not in config.open_options:
-            why_network = "what fits them"
-        why_rates = "all is to be learned: a high rate that falls to 0"
-    why_changes = "a class looks the same after these changes"
-    if "class_weights" in chosen:
-        why_changes += f", and the largest class has {images.imbalance:.0f} times the images of the smallest"
-    reasons = {
-        "network": why_network,
-        "rates": why_rates,
-        "length": f"these are enough steps for {images.number:,} images",
-        "images": why_changes,
-    }
-
-    # The options that differ from the recipe's defaults, in one line for each subject.
     sizes = f"{images.number:,} training images of {images.classes:,} classes, about {images.side} pixels"
     lines = [f"Chosen for {sizes}; any flag that you give stays:"]
     for subject, names in CHOICES.items():
         shown = [
-            flag_with_value(name, chosen[name])
+            name
             for name in names
             if name in chosen and name in config.open_options and chosen[name] != getattr(defaults, name)
         ]
         if shown:
-            lines.append(f"  {' '.join(shown)}: {reasons[subject]}")
+            flags = " ".join(flag_with_value(name, chosen[name]) for name in shown)
+            lines.append(f"  {flags}: {_reason(subject, config, images, shown)}")
     return lines if len(lines) > 1 else []
+
+
+def _reason(subject: str, config: TrainConfig, images: Images, shown: Collection[str]) -> str:
+    """Return why the options ``shown`` of a subject of CHOICES were chosen. What the user gave is no choice of ours."""
+    match subject:
+        case "network":
+            if "weights" not in config.open_options:
+                return "what fits them" if config.weights is None else "what fits them and the given weights"
+            if config.weights is not None:
+                return "they are photographs, and the weights know ImageNet's"
+            if names_own_function(config.model):
+                return "no library has weights for this network"
+            if _is_small(config, images):
+                return "they are small, and ImageNet's photographs show larger things"
+            if config.channels != 3 and timm_name(config.model) is None:
+                return "the weights of ImageNet are for colour images"
+            return "no library has weights for this network"
+        case "rates":
+            if config.weights is not None:
+                little = " and change little" if "learning_rate" in shown else ""
+                has_head = {"head_epochs", "head_learning_rate_factor"} <= set(shown)
+                return f"the weights know much{little}" + ("; a new head learns first and faster" if has_head else "")
+            rate = ": a high rate" if "learning_rate" in shown else ", at a rate" if "schedule" in shown else ""
+            return f"all is to be learned{rate}" + (" that falls to 0" if rate and "schedule" in shown else "")
+        case "length":
+            if "epochs" in config.open_options:
+                return f"these are enough steps for {images.number:,} images"
+            return f"they suit {images.number:,} images and the given --epochs"
+        case _:
+            reason = "a class looks the same after these changes"
+            if "class_weights" in shown:
+                reason += f", and the largest class has {images.imbalance:.0f} times the images of the smallest"
+            return reason
 
 
 def flag_with_value(name: str, value: object) -> str:

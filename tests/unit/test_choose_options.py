@@ -119,6 +119,38 @@ def test_each_line_has_flags_and_a_reason() -> None:
     assert "--class-weights balanced" in lines[4] and "20 times the images" in lines[4]
 
 
+_ENOUGH = "these are enough steps for 3,886 images"
+_KNOWN = "they are photographs, and the weights know ImageNet's"
+
+
+@pytest.mark.parametrize(
+    ("images", "given", "reasons"),
+    [
+        ({}, {"head_epochs": 0, "learning_rate": 0.1}, [_KNOWN, "the weights know much", _ENOUGH]),
+        (
+            {},
+            {"weights": None, "learning_rate": 1},
+            ["what fits them", "all is to be learned, at a rate that falls to 0"],
+        ),
+        ({"side": 32}, {"weights": None}, ["what fits them", "all is to be learned: a high rate that falls to 0"]),
+        (
+            {},
+            {"model": "a.py:f", "schedule": "constant"},
+            ["no library has weights for this network", "all is to be learned: a high rate"],
+        ),
+        ({}, {"channels": 1}, ["the weights of ImageNet are for colour images"]),
+    ],
+)
+def test_a_reason_is_not_of_what_was_given(images: dict[str, Any], given: dict[str, Any], reasons: list[str]) -> None:
+    _, lines = chosen(PHOTOGRAPHS._replace(**images), **given)
+    assert [line.partition(": ")[2] for line in lines[1 : 1 + len(reasons)]] == reasons
+
+
+def test_given_epochs_are_not_said_to_be_enough() -> None:
+    _, lines = chosen(PHOTOGRAPHS, epochs=2)
+    assert lines[3] == "  --batch-size 32: they suit 3,886 images and the given --epochs"
+
+
 def test_each_option_that_auto_decides_on_is_in_a_line() -> None:
     assert sorted(name for names in CHOICES.values() for name in names) == sorted(options_with(Mark.CHOSEN_BY_AUTO))
     assert set(auto().open_options) == set(options_with(Mark.CHOSEN_BY_AUTO))
