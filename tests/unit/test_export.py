@@ -141,8 +141,8 @@ def test_exported_weights_are_those_of_the_run_with_a_card_beside_them(tmp_path:
     card = (tmp_path / "model.card.md").read_text()
     told = ["# run\n", "`raytrain.models:digits`, 3 outputs, 1 input", "20×12", "minus 0.2, divided by 0.3", "Füchse"]
     assert all(text in card for text in [*told, "accuracy 75.00%, loss 0.5", "digest-of-data", "raytrain train digits"])
-    start = "train auto --data IMAGES --model raytrain.models:digits --weights model.safetensors --channels 1` starts a run"
-    assert start in card
+    start = "train auto --data IMAGES --model raytrain.models:digits --weights model.safetensors --channels 1`"
+    assert f"{start} starts a run" in card
     assert "\x1b" not in card and card.count("\n```\n") == 3
     assert f"```python\n{result.example}\n```" in card  # the lines that the command prints, and no others
     again = TrainConfig(**{**vars(small()), "weights": str(file)})
