@@ -41,7 +41,7 @@ _NOT_CALLED = {  # functions that have an effect beyond their result, or whose r
 _ELEMENTWISE = {"add", "add_", "__add__", "__iadd__", "mul", "mul_", "__mul__"}
 _LAYERS = {  # with images in the first dimension, they compute each row alone
     *("conv2d", "batch_norm", "linear", "relu", "relu_", "silu", "gelu", "hardswish", "hardsigmoid", "sigmoid", "tanh"),
-    *("leaky_relu", "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d"),
+    *("leaky_relu", "relu6", "hardtanh", "elu", "mish", "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d"),
 }
 _ROUNDING = {torch.float64: 1e-10, torch.float32: 3e-5}  # in a loss, relative to it
 _COARSE_ROUNDING = 1e-2  # if a part of the step is computed in float16 or bfloat16
