@@ -763,6 +763,9 @@ def of_mean(term: Callable[[Tensor], Tensor]) -> Loop:
 
 
 SILENT: dict[str, Loop] = {
+    "a sum times a fraction": by_steps(
+        lambda m, b: (1.0 / len(b.images)) * F.cross_entropy(m(b.images), b.labels, reduction="sum"), mlp
+    ),
     "a mean over as many views as images": by_steps(as_many_views, mlp),
     "own rows of gathered ones": mixed_with_gathered,
     "distances to centres": by_steps(near_centres, mlp),

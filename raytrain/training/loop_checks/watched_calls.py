@@ -446,12 +446,15 @@ class WatchedCalls(TorchFunctionMode):
 
         # A quotient of two sums is a mean over something else, which the divisor counts. A sum that is divided by this
         # worker's number of images, or by a tensor, counts as a mean; divided by the global batch size, it is a sum.
-        if call.name in _DIVISIONS:
-            divisor = call.argument(1, "other")
-            if "sum" in self._marks_of_divisor(call):
-                marks.add("other mean")
-            if isinstance(divisor, Tensor) or (divisor % call.num_images == 0 and divisor != self._batch_size):
-                marks -= {"sum", "count"}
+        divisor = call.argument(1, "other")
+        if call.name in _MULTIPLICATIONS and isinstance(divisor, float) and divisor:  # as in 1 / len(images) * losses
+            divisor = round(1 / divisor, 6)
+        elif call.name not in _DIVISIONS:
+            return
+        if "sum" in self._marks_of_divisor(call):
+            marks.add("other mean")
+        if isinstance(divisor, Tensor) or (divisor % call.num_images == 0 and divisor != self._batch_size):
+            marks -= {"sum", "count"}
 
     def _mark_scales(self, call: _Call, marks: set[str]) -> None:
         """Take ``scaled`` away from the ``marks`` if the scale of a gradient cancels; its inverse is ``inverse``."""
