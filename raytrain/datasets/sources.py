@@ -32,7 +32,7 @@ from raytrain.datasets.parquet_archive import ParquetArchive
 from raytrain.datasets.ray_dataset import RAY_DATASET, RayDatasetRows, Rows
 from raytrain.datasets.tar_archive import TarArchive
 from raytrain.errors import UsageError, format_count
-from raytrain.storage.folder import explain_os_error
+from raytrain.storage.folder import explain_os_error, refuse_links_out
 from raytrain.storage.open import open_store
 from raytrain.storage.store import Store
 from raytrain.storage.temporary_files import TemporaryFolder
@@ -166,7 +166,8 @@ def _archives(source: str, label_file: str) -> Sequence[str]:
         if "://" in source:
             open_store(source.partition("*")[0].rpartition("/")[0]).check_readable()
         with _explained(source):
-            archives = _archives_among(cast("dict[str, Any]", files.glob(source, detail=True)).values())
+            entries = cast("dict[str, Any]", files.glob(source, detail=True)).values()
+        archives = _archives_among(entries, source.partition("*")[0].rpartition("/")[0] or "/")
         if not archives:
             raise UsageError(f"No file that ends in {', '.join(ARCHIVE_SUFFIXES)} matches {source}; check the path.")
         _refuse_splits(source, archives)
@@ -194,7 +195,8 @@ def _archives(source: str, label_file: str) -> Sequence[str]:
     entries = {str(entry["name"]).rstrip("/").rpartition("/")[2]: entry for entry in listed}
     if PACKED_INDEX in entries:
         return []
-    archives = _archives_among(entry for name, entry in entries.items() if name not in {*METADATA, label_file})
+    others_than_tables = (entry for name, entry in entries.items() if name not in {*METADATA, label_file})
+    archives = _archives_among(others_than_tables, folder)
 
     # The log of such a table says which of its files still count. The others hold rows that were deleted or replaced.
     if archives and (log := next((name for name in _TABLE_LOGS if name in entries), None)):
@@ -213,8 +215,8 @@ def _archives(source: str, label_file: str) -> Sequence[str]:
     has_descriptions = len(others) < len(entries)
     is_repository = "data" in others and (others == ["data"] or has_descriptions)
     if not archives and is_repository and entries["data"]["type"] == "directory":
-        archives = _archives_among(files.ls(entries["data"]["name"], detail=True))
         folder = f"{folder.rstrip('/')}/data"
+        archives = _archives_among(files.ls(entries["data"]["name"], detail=True), folder)
     elif archives and others:
         _log.warning("Left out of %s: %s that are no archives, such as %s.", folder, f"{len(others):,}", min(others))
     _refuse_splits(folder, archives)
@@ -232,11 +234,24 @@ def _explained(path: str) -> Iterator[None]:
         raise explain_os_error(error, path) from error
 
 
-def _archives_among(entries: Iterable[dict[str, Any]]) -> list[str]:
-    """Return the sorted paths of the archives among the entries of a folder, which fsspec has listed in detail."""
-    files = (str(entry["name"]) for entry in entries if entry["type"] == "file")
-    # A Mac writes a file ._0.tar beside 0.tar on disks of other systems.
-    return sorted(path for path in files if is_archive(path) and not is_hidden(posixpath.basename(path)))
+def _archives_among(entries: Iterable[dict[str, Any]], folder: str) -> list[str]:
+    """Return the sorted paths of the archives among the entries of a folder, which fsspec has listed in detail.
+
+    Raises UsageError if some are links that lead out of the folder, as in the cache of Hugging Face's hub.
+    """
+    archives, links = list[str](), list[str]()
+    for entry in entries:
+        # A Mac writes a file ._0.tar beside 0.tar on disks of other systems.
+        path, is_link = str(entry["name"]), bool(entry.get("islink"))
+        if not is_archive(path) or is_hidden(posixpath.basename(path)):
+            continue
+        if entry["type"] == "file" or (is_link and os.path.isfile(path)):
+            archives.append(path)
+        if is_link:
+            links.append(os.path.relpath(path, folder))
+    if links:
+        refuse_links_out(open_store(folder), links)
+    return sorted(archives)
 
 
 def _refuse_splits(source: str, archives: Sequence[str]) -> None:

@@ -512,6 +512,23 @@ def test_a_repository_of_the_hub_has_its_archives_in_data(beside: list[str], ima
     assert packed(pattern, tmp_path / "packed").num_images == 2
 
 
+def test_archives_that_are_links_are_read_unless_they_lead_out(images: Path, tmp_path: Path) -> None:
+    # As in the cache of the hub: snapshots/REVISION/data has links to blobs/.
+    cache = tmp_path / "datasets--a--b"
+    (cache / "blobs").mkdir(parents=True)
+    table = pa.table({"image": unique(images), "label": ["cat", "dog", "cat"] * 2})
+    pq.write_table(table, cache / "blobs" / "ab12")
+    (cache / "snapshots" / "rev" / "data").mkdir(parents=True)
+    (cache / "snapshots" / "rev" / "data" / "train-0.parquet").symlink_to("../../../blobs/ab12")
+    for source in ("snapshots/rev", "snapshots/rev/data", "snapshots/rev/data/train-*"):
+        with pytest.raises(UsageError, match="1 of 1 files in .* are links that lead out of it.*cp -rL"):
+            packed(cache / source, tmp_path / "packed")
+    (cache / "snapshots" / "rev" / "data" / "train-0.parquet").unlink()
+    (cache / "blobs" / "ab12").rename(cache / "snapshots" / "rev" / "data" / ".ab12")
+    (cache / "snapshots" / "rev" / "data" / "train-0.parquet").symlink_to(".ab12")
+    assert packed(cache / "snapshots" / "rev", tmp_path / "packed").num_images == 6
+
+
 def test_a_table_with_splits_is_packed_split_by_split(images: Path, tmp_path: Path) -> None:
     keys = sorted(files_of(images))
     rows = "".join(f"{key},{'ab'[n % 2]},{'test' if n < 4 else 'train'}\n" for n, key in enumerate(keys))
