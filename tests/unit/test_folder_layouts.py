@@ -300,11 +300,35 @@ def test_test_classes_that_are_called_otherwise_are_refused(tmp_path: Path) -> N
         opened(tmp_path / "a")
 
 
+@pytest.mark.parametrize(
+    "names", [("images",), ("images", "masks"), ("JPEGImages", "Annotations", "SegmentationClass")]
+)
+def test_folders_of_images_and_of_masks_are_no_classes(names: tuple[str, ...], tmp_path: Path) -> None:
+    tree(tmp_path / "a", *names)
+    with pytest.raises(UsageError, match=f"There are no class folders below .*a, only {sorted(names)[0]}/"):
+        opened(tmp_path / "a")
+
+
+def test_class_folders_beside_masks_are_to_be_given_by_themselves(tmp_path: Path) -> None:
+    tree(tmp_path / "a", "images/cat", "images/dog", "segmentations/cat")
+    with pytest.raises(UsageError, match=r"only images/, segmentations/; give --data .*a/images, if the classes are"):
+        opened(tmp_path / "a")
+
+
+def test_sentences_name_the_folders_that_all_images_share_and_each_part(tmp_path: Path) -> None:
+    for part in ("train", "valid", "test"):
+        tree(tmp_path / "a" / "archive" / part, "images", count=2)
+    folder = f"{tmp_path}/a/archive"
+    with pytest.raises(UsageError) as refused:
+        opened(tmp_path / "a")
+    assert f"{folder} contains train/ and test/ without class folders" in str(refused.value)
+    options = f"--data {folder}/train --validation-data {folder}/valid --test-data {folder}/test"
+    assert f"give {options} and the classes with --labels" in str(refused.value)
+
+
 def test_one_folder_of_images_is_refused_with_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(
-        UsageError, match=r"one class only, 'images', with .*two classes: put each into .* or give a label file"
-    ):
-        opened(tree(tmp_path / "a", "data/train/images", "data/val/images"))
+    with pytest.raises(UsageError, match=r"one class only, 'cats', with .*two classes: put each into .* a label file"):
+        opened(tree(tmp_path / "a", "data/train/cats", "data/val/cats"))
 
 
 def test_a_folder_of_training_images_as_test_images_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -315,9 +339,11 @@ def test_a_folder_of_training_images_as_test_images_is_told(tmp_path: Path, capl
     assert "8 of 8 test images are trained on, too, as --test-data is within --data" in caplog.text
 
 
-def test_masks_beside_training_images_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    opened(tree(tmp_path / "a", "train/images", "train/masks", "val/images", "val/masks"))
-    assert "masks/ in" in caplog.text and "is taken for a class of this name, beside 1 others" in caplog.text
+def test_masks_beside_training_images_are_no_classes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(UsageError, match="train/ and val/ without class folders"):
+        opened(tree(tmp_path / "a", "train/images", "train/masks", "val/images", "val/masks"))
+    opened(tree(tmp_path / "b", "train/cat", "train/masks", "val/cat", "val/masks"))
+    assert "masks/ in" in caplog.text and "is taken for a class of this name, beside another" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["masks", "JPEGImages", "annotations", "unlabeled"])

@@ -521,7 +521,7 @@ def test_archives_that_are_links_are_read_unless_they_lead_out(images: Path, tmp
     (cache / "snapshots" / "rev" / "data").mkdir(parents=True)
     (cache / "snapshots" / "rev" / "data" / "train-0.parquet").symlink_to("../../../blobs/ab12")
     for source in ("snapshots/rev", "snapshots/rev/data", "snapshots/rev/data/train-*"):
-        with pytest.raises(UsageError, match="1 of 1 files in .* are links that lead out of it.*cp -rL"):
+        with pytest.raises(UsageError, match=r"1 of 1 files in .* are links that lead out of it.*cp -rL"):
             packed(cache / source, tmp_path / "packed")
     (cache / "snapshots" / "rev" / "data" / "train-0.parquet").unlink()
     (cache / "blobs" / "ab12").rename(cache / "snapshots" / "rev" / "data" / ".ab12")

@@ -198,7 +198,10 @@ def read_folders(keys: Sequence[str], url: str) -> FolderLabels:
         sentence = "Images that look like masks of others are used as images: %s in %s, such as %s."
         _log.warning(sentence, f"{len(masks):,}", url, masks[0])
 
-    paths = _below_shared_folders([tuple(composed(key).split("/")[:-1]) for key in keys])
+    all_folders = [tuple(composed(key).split("/")[:-1]) for key in keys]
+    paths = _below_shared_folders(all_folders)
+    if paths:  # sentences name folders below the one that all images share
+        url = "/".join([url.rstrip("/"), *all_folders[0][: len(all_folders[0]) - len(paths[0])]])
     tops = {path[0] for path in paths if path}
     if len(tops) > 1 and all(_NUMBERED_PART.fullmatch(top.lower()) for top in tops):
         raise UsageError(
@@ -213,9 +216,17 @@ def read_folders(keys: Sequence[str], url: str) -> FolderLabels:
         labels = FolderLabels(tuple(path[0] if path else "" for path in paths))
     labels = replace(labels, classes=tuple(plain_booleans(labels.classes)))
     classes = set(labels.classes) - {""}
-    doubtful = sorted(name for name in classes if is_part(name) or _BESIDE_CLASSES.fullmatch(name.lower()))
+    if classes and all(map(_is_beside_classes, classes)):
+        with_folders = sorted({path[0] for path in paths if len(path) > 1} & classes)
+        advice = f"give --data {url}/{with_folders[0]}, if the classes are in it, " if with_folders else ""
+        raise UsageError(
+            f"There are no class folders below {url}, only {', '.join(f'{name}/' for name in sorted(classes))}; "
+            f"{advice}put each class into a folder of its name, or give a label file with --labels."
+        )
+    doubtful = sorted(name for name in classes if is_part(name) or _is_beside_classes(name))
     for name in doubtful if len(classes) > 1 else ():
-        _log.warning("%s/ in %s is taken for a class of this name, beside %s others.", name, url, len(classes) - 1)
+        others = "another" if len(classes) == 2 else f"{len(classes) - 1:,} others"
+        _log.warning("%s/ in %s is taken for a class of this name, beside %s.", name, url, others)
     return labels
 
 
@@ -282,10 +293,10 @@ def _parts_above_classes(paths: list[tuple[str, ...]], tops: set[str], url: str)
     # So they are parts. All must hold the same classes. A held-out part without them, such as test images whose labels
     # a competition keeps for itself, is left out if another one has them.
     url = url.rstrip("/")
-    if not classes_in[train]:
+    if all(map(_is_beside_classes, classes_in[train])):  # or there are none
         raise UsageError(
             f"{url} contains {train}/ and {last}/ without class folders; put each class into a folder of its name, "
-            f"or give --data {url}/{train} --validation-data {url}/{last} and the classes with --labels."
+            f"or give {_options_of_parts(url, folder_of)} and the classes with --labels."
         )
     problems = {folder: _problem_of_part(paths, classes_in, train, folder, url) for folder in held_out}
     if all(problems.values()):
@@ -299,13 +310,26 @@ def _parts_above_classes(paths: list[tuple[str, ...]], tops: set[str], url: str)
     if beside_parts:
         raise UsageError(
             f"{url} contains {train}/ and {last}/, and other folders, such as {beside_parts[0]}/, which would become "
-            f"one data set; give --data {url}/{train} --validation-data {url}/{last}."
+            f"one data set; give {_options_of_parts(url, folder_of)}."
         )
     return FolderLabels(
         classes=tuple(below[0] if below else "" for below in below_parts),
         parts=tuple(path[0] if path else "" for path in paths),
         folder_of={part: folder for part, folder in folder_of.items() if folder not in unusable},
     )
+
+
+def _options_of_parts(url: str, folder_of: Mapping[Part, str]) -> str:
+    """Return the options that name the folder of each part; of two parts, the held-out one is for validation."""
+    option_of = {"train": "--data", "validation": "--validation-data", "test": "--test-data"}
+    if "validation" not in folder_of:
+        option_of["test"] = "--validation-data"
+    return " ".join(f"{option_of[part]} {url}/{folder}" for part, folder in folder_of.items())
+
+
+def _is_beside_classes(name: str) -> bool:
+    """Return True if a folder of this name is probably no class, but holds all images of a data set, or masks."""
+    return _BESIDE_CLASSES.fullmatch(name.lower()) is not None
 
 
 def _problem_of_part(
@@ -322,7 +346,7 @@ def _problem_of_part(
         return None
 
     # Folders of other names are other classes, unless they are called images or masks: then the images have no class.
-    if not num_direct and not all(map(_BESIDE_CLASSES.fullmatch, in_folder)):
+    if not num_direct and not all(map(_is_beside_classes, in_folder)):
         return (
             f"{url} contains {train}/ with the classes {first_names(sorted(in_train))} and {folder}/ with others, "
             f"{first_names(sorted(in_folder))}; call the same classes alike, or give --data {url}/{train}."
