@@ -106,6 +106,17 @@ def test_texts_in_quotes_may_have_several_lines_and_quotation_marks(tmp_path: Pa
     assert read(tmp_path, "labels.csv", "path,notes,label\n" + rows) == {f"{name}.jpg": name for name in "abcd"}
 
 
+def test_quotation_marks_behind_blanks_and_texts_of_excel_are_no_parts_of_labels(tmp_path: Path) -> None:
+    content = 'path, "label"\na.jpg, "cat"\nb.jpg, cat\nc.jpg,"=""007"""\nd.jpg,5" wide\n'
+    labels = {"a.jpg": "cat", "b.jpg": "cat", "c.jpg": "007", "d.jpg": '5" wide'}
+    assert read(tmp_path, "labels.csv", content) == labels
+
+
+def test_what_stands_above_the_names_of_columns_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="its first line, 'Animals of 2024', has no names of columns; remove what"):
+        read(tmp_path, "labels.csv", "Animals of 2024\npath,label\na.jpg,cat\nb.jpg,dog\n")
+
+
 RECORDS = [{"path": key, "label": label} for key, label in LABELS.items()]
 COLUMNS = {name: [record[name] for record in RECORDS] for name in ("path", "label")}
 

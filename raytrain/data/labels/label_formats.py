@@ -21,6 +21,7 @@ from collections.abc import Sequence, Set
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute
 import pyarrow.csv
 
 from raytrain.data.labels.listing import SUFFIXES
@@ -33,6 +34,8 @@ METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")  # label files
 KEY_COLUMNS = ("key", "path", "file_name", "filename", "file", "image")
 LABEL_COLUMNS = ("label", "class", "target", "category")
 
+pc: Any = pyarrow.compute  # whose functions are made at import
+
 _FORMATS = (".csv", ".tsv", ".txt", ".json", ".jsonl", ".parquet")
 _UTF_16_MARKS = b"\xff\xfe", b"\xfe\xff"
 _COMPRESSIONS = {
@@ -44,6 +47,8 @@ _COMPRESSIONS = {
 }
 _BLOCK_BYTES = 64 << 20  # the longest row that is read, such as one with a mask
 _LINES = re.compile(r"[\r\n]+")
+_DELIMITER_LINE = re.compile(r"sep=([,;\t|])[\r\n]+", re.IGNORECASE)
+_QUOTED = re.compile(r'^\s*=?"([^"]*)"\s*$')
 _NO_BLANK = re.compile(r"\S")
 _BETWEEN_WORDS = re.compile(r"[\s,;|]+")
 _CLASS_NAMES = "classes", "class_names", "categories", "names"  # of a list of classes beside a table
@@ -117,6 +122,11 @@ def _read_lines(text: str, suffix: str, key_names: Set[str]) -> pa.Table:
             break
         text = "".join(rest)
 
+    # Excel reads, and some programs write, the delimiter in a line of its own: sep=;
+    if said := _DELIMITER_LINE.match(text):
+        text = text[said.end() :]
+        return _read_csv(text, said[1], suffix, key_names, sum(1 for line in _LINES.split(text) if line.strip()))
+
     # The delimiter is the most frequent candidate in the first line; in a .tsv it is the tab if that has one. In a list
     # (.txt), it must be in all lines.
     lines = [line for line in _LINES.split(text.strip()) if line.strip()]
@@ -124,6 +134,12 @@ def _read_lines(text: str, suffix: str, key_names: Set[str]) -> pa.Table:
     delimiter = "\t" if suffix == ".tsv" and "\t" in header else max(",;\t|", key=header.count)
     lines_with_delimiter = lines if suffix == ".txt" else lines[:1]  # others may have ends of lines in quoted texts
     if lines and not all(delimiter in line for line in lines_with_delimiter):
+        words = lines[0].split()
+        is_title = not _is_header(words, key_names) and not any(map(_is_image, words))
+        if suffix != ".txt" and is_title and len(lines) > 1 and any(map(lines[1].count, ",;\t|")):
+            raise ValueError(
+                f"its first line, {lines[0][:80]!r}, has no names of columns; remove what stands above these"
+            )
         return _read_spaced(lines, key_names)
     return _read_csv(text, delimiter, suffix, key_names, len(lines))
 
@@ -151,7 +167,11 @@ def _read_csv(text: str, delimiter: str, suffix: str, key_names: Set[str], num_l
     # to the next quotation mark into one text, which would be the name of a class.
     if len(table) + has_header < num_lines:
         _check_quotes(text, delimiter)
-    return table.rename_columns([name.strip() for name in table.column_names])
+
+    # Arrow keeps quotation marks behind a blank, and those of ="007", a text of Excel, as parts of a value.
+    names = [_QUOTED.sub(r"\1", name).strip() for name in table.column_names]
+    columns = [pc.replace_substring_regex(column, _QUOTED.pattern, r"\1") for column in table.columns]
+    return pa.Table.from_arrays(columns, names)
 
 
 def _check_quotes(text: str, delimiter: str) -> None:
