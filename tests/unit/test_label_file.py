@@ -450,6 +450,7 @@ def test_names_with_the_slashes_of_windows_are_found(folder: str, images: Path, 
         "path\tlabel\tsize (w, h)\n{rows}",
         'path;label;"size, px"\n{rows}',
         "Path,LABEL\n{rows}",
+        "\ufeffsep=;\r\npath;label\r\n{rows}",  # Excel's
     ],
 )
 def test_tables_of_other_programs_are_read(content: str, images: Path, tmp_path: Path) -> None:
@@ -468,10 +469,13 @@ def test_texts_that_stand_for_no_label_are_none_and_told(
     images: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     keys = sorted(str(file.relative_to(images)) for file in images.rglob("*.png"))
-    labels = ["NaN", "", "-1", "N/A", *(f"{number % 2}.0" for number in range(len(keys) - 4))]
+    labels = ["NaN", "", "-1", "N/A", "#REF!", *(f"{number % 2}.0" for number in range(len(keys) - 5))]
     content = "path,label\n" + "".join(f"{key},{label}\n" for key, label in zip(keys, labels, strict=True))
     assert sorted(set(by_key(*opened(images, text(tmp_path, content), tmp_path)).values())) == ["0", "1"]
-    assert "Rows of " in caplog.text and "without a label are not used: 4 (1 NaN, 1 empty, 1 -1, 1 N/A)" in caplog.text
+    assert (
+        "Rows of " in caplog.text
+        and "without a label are not used: 5 (1 NaN, 1 empty, 1 -1, 1 N/A, 1 #REF!)" in caplog.text
+    )
 
 
 def test_json_lines_are_read(images: Path, tmp_path: Path) -> None:
@@ -540,7 +544,7 @@ def test_texts_of_any_type_hold_out_images(type: Any, images: Path, tmp_path: Pa
     assert (len(train), len(test)) == (45, 45)
 
 
-@pytest.mark.parametrize("joined", ["a b", "a/b", "['a', 'c']"])
+@pytest.mark.parametrize("joined", ["a b", "a/b", "['a', 'c']", '{"choices":["a","c"]}'])
 def test_a_label_that_looks_like_several_is_told(
     joined: str, images: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -557,10 +561,19 @@ def test_classes_behind_another_separator_and_classes_that_are_alike_are_told(
     assert "The label 'a|b' of" in caplog.text and "The classes 'B', 'b' of" in caplog.text
 
 
-def test_lists_of_labels_as_python_writes_them_are_several_classes(images: Path, tmp_path: Path) -> None:
-    rows = rows_of(images, label=lambda number: ("['a', 'hot dog']", "[]", "NaN")[number % 3])
+def test_lists_of_labels_as_programs_write_them_are_several_classes(images: Path, tmp_path: Path) -> None:
+    texts = "['a', 'hot dog']", "[]", "NaN", '{"choices": ["a", "hot dog"]}', "a"  # the last two are Label Studio's
+    rows = rows_of(images, label=lambda number: texts[number % 5])
     train, _ = opened(images, write(tmp_path / "labels.csv", rows), tmp_path, label_separator=",")
     assert train.classes == ("a", "hot dog")
+
+
+def test_a_class_that_probably_stands_for_no_label_is_named(
+    images: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = rows_of(images, label=lambda number: ("NA", "NL", "?")[number % 3])
+    assert opened(images, write(tmp_path / "labels.csv", rows), tmp_path)[0].classes == ("?", "NA", "NL")
+    assert "'?', 'NA' of" in caplog.text and "leave the label of images without a class empty" in caplog.text
 
 
 def test_keys_that_are_one_image_and_disagree_are_refused(images: Path, tmp_path: Path) -> None:

@@ -32,7 +32,8 @@ Texts = npt.NDArray[np.object_]
 
 JOINED = "\x1f"  # joins the classes of an image that may have several
 
-NO_LABELS = frozenset({"", "NaN", "nan", "<NA>", "N/A", "n/a", "#N/A", "null", "NULL", "None"})
+_ERRORS_OF_EXCEL = {"#N/A", "#REF!", "#VALUE!", "#NAME?", "#DIV/0!", "#NULL!", "#NUM!"}
+NO_LABELS = frozenset({"", "NaN", "nan", "<NA>", "N/A", "n/a", "null", "NULL", "None", *_ERRORS_OF_EXCEL})
 """Texts that programs write in place of a missing value."""
 
 MOST_SPLITS = 20  # a column with as many different texts is about something else than splits
@@ -41,6 +42,7 @@ TEXT_TYPES = (pa.string(), pa.large_string(), pa.string_view())
 _log = logging.getLogger("raytrain")
 _NAMES_OF_SPLITS = ("subset", "partition", "phase", "usage", "ml_use")  # read only if their values are train and test
 _NUMBER = re.compile(r"-?\d+(\.0+)?")
+_CHOICES = re.compile(r'\{"choices":\s*\[(.*)\]\}')
 _ZEROS = re.compile(r"\.0+$")
 _FLAGS = {"0": "0", "1": "1", "0.0": "0", "1.0": "1", "false": "0", "true": "1"}
 
@@ -212,13 +214,14 @@ def labels_of(table: pa.Table, url: str, columns: LabelColumns) -> list[str]:
     if columns.separator is None:
         return _single_labels(labels, url)
 
-    # One column, with several classes: a list, or a text that may look like a list of Python.
+    # One column, with several classes: a list, or a text that may look like a list of Python, or of Label Studio.
     several: list[list[str]] = []
     for label in labels:
         if JOINED in label:
             several.append(label.removesuffix(JOINED).split(JOINED))
         else:
-            text = "" if label in NO_LABELS else label.strip("[]")
+            listed = _CHOICES.fullmatch(label)
+            text = "" if label in NO_LABELS else listed[1] if listed else label.strip("[]")
             several.append([name for part in text.split(columns.separator) if (name := part.strip(" '\""))])
     if len(several[0]) > 1 and all(len(names) == len(several[0]) and {*names} <= _FLAGS.keys() for names in several):
         raise UsageError(

@@ -24,6 +24,8 @@ from raytrain.storage.store import Store
 
 _log = logging.getLogger("raytrain")
 _NUM_SHOWN = 3  # keys without an image
+_LIKE_NO_LABEL = {"na", "n.a.", "nat", "nan", "null", "nil", "?", "-", "--", "."}
+"""Names of classes, in lower case, that probably stand for no label, but may be one, as NA of Namibia is."""
 _SEPARATORS = re.compile(r"[\s|;,/+&]+")
 
 
@@ -302,6 +304,9 @@ def labelled(
         check_classes(present, classes, images.url, len(images))
     if classes is None:
         report_alike(present, table.url)
+        if missing := [name for name in present if name.casefold() in _LIKE_NO_LABEL]:
+            sentence = "%s of %s is a class like any other; leave the label of images without a class empty."
+            _log.warning(sentence, first_names(list(map(repr, missing))), table.url)
         if not are_joined:
             _report_compound_labels(present, table.url)
     classes = classes or present
@@ -327,12 +332,13 @@ def labelled(
 def _report_compound_labels(classes: Sequence[str], url: str) -> None:
     """Log a warning if a label seems to stand for several classes, so that --label-separator is missing.
 
-    That is a label such as ``['cat', 'dog']``, or ``cat dog`` beside the classes cat and dog, or any label if at least
-    half of all have a separator and parts that recur, as ``rose|bright`` and ``rose|dark`` do.
+    That is a label such as ``['cat', 'dog']`` or ``{"choices": ["cat", "dog"]}``, or ``cat dog`` beside the classes cat
+    and dog, or any label if at least half of all have a separator and parts that recur, as ``rose|bright`` and
+    ``rose|dark`` do.
     """
     # A class is suspect if it has several words, and either it begins like a list, or each word is a class, too.
     words = {name: set(_SEPARATORS.split(name)) for name in classes}
-    suspects = (name for name in classes if len(words[name]) > 1 and (name[0] == "[" or words[name] <= words.keys()))
+    suspects = (name for name in classes if len(words[name]) > 1 and (name[0] in "[{" or words[name] <= words.keys()))
     if (name := next(suspects, None)) is not None:
         sentence = "The label %r of %s is a class of its own; if it stands for several, give --label-separator."
         _log.warning(sentence, name, url)
