@@ -245,6 +245,24 @@ def test_a_file_where_a_folder_is_expected_is_refused_with_what_to_do(name: str,
         build_manifest(open_store(str(tmp_path / name)))
 
 
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("flowers/1.0.0/flowers-train.tfrecord-00000-of-00002", ".tfrecord file;.*write its samples as Parquet"),
+        ("train.array_record-00000-of-00001", "write its samples as Parquet"),
+        ("train-images-idx3-ubyte", "1 -ubyte file.*write its samples as Parquet"),
+        ("sick/1.nii.gz", "write the slices of the volumes"),
+        ("run/1.MP4", "write pictures of the videos"),
+        ("photos.ZIP", "unpack it"),
+    ],
+)
+def test_other_containers_of_images_are_refused_with_what_to_do(name: str, told: str, tmp_path: Path) -> None:
+    (tmp_path / "a" / name).parent.mkdir(parents=True)
+    (tmp_path / "a" / name).write_bytes(b"x")
+    with pytest.raises(UsageError, match=told):
+        opened(tmp_path / "a")
+
+
 def test_a_class_of_one_image_is_named(tmp_path: Path) -> None:
     fill(tree(tmp_path / "a", "cat", "dog"), "owl/1.png")
     with pytest.raises(UsageError, match=r"owl in .* has only one image"):

@@ -18,16 +18,18 @@ from raytrain.storage.store import Store, StoredObject
 SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".gif")
 _OTHER_FORMATS = (".tif", ".tiff", ".heic", ".heif", ".avif", ".jp2", ".jxl", ".svg", ".ppm", ".pgm", ".dng", ".dcm")
 """Formats of images that are not read."""
+_ARRAYS = (
+    ".mds .tfrecord .array_record .rec .idx -ubyte .npz .npy .h5 .hdf5 .mat .pkl .pickle .mdb .lmdb .beton".split()
+)
 _CONTAINERS = {
     **dict.fromkeys((".zip", ".gz", ".xz", ".bz2", ".zst", ".lz4", ".rar", ".7z"), "unpack it and give the folder"),
     ".tgz": "pack it with `raytrain pack`, or unpack it and give the folder",
     **dict.fromkeys((".tar", ".parquet"), "give its folder to `raytrain pack`, and train on the packed one"),
     ".dvc": "fetch the images with `dvc pull`",
     ".arrow": "write it as Parquet (`Dataset.to_parquet` of datasets), and pack that with `raytrain pack`",
-    **dict.fromkeys(
-        (".mds", ".tfrecord", ".npz", ".npy", ".h5", ".hdf5", ".mat", ".pkl", ".pickle", ".mdb", ".lmdb", ".beton"),
-        "write its samples as Parquet or as files in class folders",
-    ),
+    **dict.fromkeys(_ARRAYS, "write its samples as Parquet or as files in class folders"),
+    **dict.fromkeys((".mp4", ".avi", ".mov", ".mkv", ".webm"), "write pictures of the videos into class folders"),
+    **dict.fromkeys((".nii", ".mha", ".nrrd"), "write the slices of the volumes as PNG files into class folders"),
 }
 _SYSTEM_FOLDERS = frozenset({"__MACOSX", "@eaDir", "$RECYCLE.BIN", "System Volume Information", "lost+found"})
 _SYSTEM_FILES = frozenset({"Thumbs.db", "ehthumbs.db", "desktop.ini", "Icon\r", "_SUCCESS"})
@@ -48,6 +50,7 @@ LINKS = "links that lead nowhere"
 EMPTY = "empty folders"
 _DEAD_ENDS = {"link": LINKS, "empty folder": EMPTY, "pipe or device": "pipes, sockets and devices"}
 _NO_SUFFIX = "files without a suffix"
+_NUMBER_OF_PART = re.compile(r"-\d+-of-\d+$")  # as TensorFlow Datasets names files
 _SUFFIX = re.compile(r"\.(?=.*[a-z])[a-z0-9_~-]{1,12}")  # as of a format; other dots are in names, such as 1.2.840.113
 _MOST_REASONS = 8  # that are named in one line
 NOT_DOWNLOADED = "images that iCloud has not downloaded"
@@ -123,7 +126,7 @@ def why_left_out(path: str) -> str | None:
     >>> why_left_out("cat/notes.csv")
     'tables and descriptions'
     """
-    suffix = posixpath.splitext(path.lower())[1]
+    suffix = _suffix_of(path)
     if is_hidden(path):
         # A class may be called .net, so the user hears of its images. The hidden folders of programs have known names.
         *folders, name = path.split("/")
@@ -139,9 +142,23 @@ def why_left_out(path: str) -> str | None:
         return None
     if suffix in _TABLES:
         return TABLES
+    if suffix == "-ubyte":
+        return "-ubyte files"
     if suffix in _OTHER_FORMATS:
         return f"{suffix} files (not read; convert them to PNG or JPEG)"
     return f"{suffix} files" if _SUFFIX.fullmatch(suffix) else _NO_SUFFIX
+
+
+def _suffix_of(path: str) -> str:
+    """Return what ends a file's name and says its format, in lower case, without the number of a part.
+
+    >>> _suffix_of("flowers-train.tfrecord-00000-of-00002"), _suffix_of("brain.nii.gz"), _suffix_of("x.JPG")
+    ('.tfrecord', '.nii', '.jpg')
+    """
+    name = _NUMBER_OF_PART.sub("", path.lower())
+    if name.endswith("-ubyte"):  # of MNIST, also with a dot: train-images-idx3-ubyte
+        return "-ubyte"
+    return posixpath.splitext(name.removesuffix(".gz") if name.endswith(".nii.gz") else name)[1]
 
 
 def is_hidden(path: str) -> bool:
@@ -164,8 +181,8 @@ def _no_images(listing: Listing) -> UsageError:
 
     # Say what to do with the first file that holds images. `pack` does not look for archives in folders below its own.
     paths = (path for paths in listing.left_out.values() for path in paths)
-    container = next((path for path in paths if posixpath.splitext(path)[1] in _CONTAINERS), "")
-    folder, suffix = posixpath.dirname(container), posixpath.splitext(container)[1]
+    container = next((path for path in paths if _suffix_of(path) in _CONTAINERS), "")
+    folder, suffix = posixpath.dirname(container), _suffix_of(container)
     advice = f" {suffix} files: {_CONTAINERS[suffix]}." if container else ""
     if folder:
         advice = advice.replace("its folder", f"their folder, such as {listing.url.rstrip('/')}/{folder},")
@@ -177,7 +194,7 @@ def _no_images(listing: Listing) -> UsageError:
 
 def refuse_file(url: str) -> None:
     """Raise UsageError if ``url`` is a pattern or a file, or ends like one. Call it if no such folder has images."""
-    suffix = posixpath.splitext(url.rstrip("/").lower())[1]
+    suffix = _suffix_of(url.rstrip("/"))
     if "*" in url or suffix in (*_CONTAINERS, *SUFFIXES) or os.path.isfile(url):
         kind = "pattern" if "*" in url else f"{suffix} file".lstrip()
         advice = _CONTAINERS.get(suffix, "give the folder")
