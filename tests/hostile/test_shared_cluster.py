@@ -153,6 +153,21 @@ def test_an_error_while_a_run_is_opened_leaves_nothing(
         raytrain.train(config(images, tmp_path, cache="none", epochs=1000))
 
 
+def test_feeders_end_with_a_start_that_fails_after_theirs(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have no names, and live as long as somebody, such as a notebook, keeps the error."""
+    from raytrain.launch.ray.feed import data_feed
+
+    ended: list[object] = []
+    stop_feeders = data_feed.stop_feeders
+    monkeypatch.setattr(data_feed, "stop_feeders", lambda feeders: stop_feeders(ended.extend(feeders) or feeders))
+    monkeypatch.setattr("raytrain.launch.ray.ray_launch.TrainerThread", fail)
+    with pytest.raises(Injected):
+        raytrain.train(config(images, tmp_path, cache="none", epochs=1000))
+    assert len(ended) == 1
+
+
 @pytest.mark.parametrize("stage", SWEEP_STAGES, ids=lambda stage: stage.rpartition(".")[2])
 def test_an_error_while_a_sweep_is_opened_leaves_nothing(
     stage: str, nothing_left: None, images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -102,6 +102,7 @@ class RayLaunch:
             )
             coordinator.note_checked.remote()
             if self._owns_feed:
+                opened.callback(self._feed.close)  # the feeders, if the start fails before the feed does
                 self._feed.connect(coordinator, credentials, self._placement)
 
             # The workers start from here on, each with the same two records.
@@ -137,8 +138,8 @@ class RayLaunch:
 
             # Meanwhile, images are read.
             if self._owns_feed:
+                opened.callback(self._feed.close)  # before the workers end
                 self._feed.start()
-                opened.callback(self._feed.close)
             self._monitor = RayMonitor(coordinator, prepared)
             self._head = HeadWatch(self._monitor.note_event)
             opened.callback(self._head.close)

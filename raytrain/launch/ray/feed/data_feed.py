@@ -18,7 +18,7 @@ from raytrain.launch.prepare import PreparedRun
 from raytrain.launch.ray.coordinator import CoordinatorHandle, RayMonitor, needs_coordinator, open_coordinator
 from raytrain.launch.ray.feed.block_cache import CacheFiller
 from raytrain.launch.ray.feed.ingest import DataCpus, ImageSet
-from raytrain.launch.ray.feed.streaming import Stream, start_feeders, stop_feeders
+from raytrain.launch.ray.feed.streaming import FeederHandle, Stream, start_feeders, stop_feeders
 from raytrain.launch.ray.head_queries import raylet_answers
 from raytrain.launch.ray.nodes import cluster_hardware
 from raytrain.launch.ray.ray_errors import LOST_ACTOR
@@ -44,6 +44,8 @@ class DataFeed:
     """
 
     def __init__(self, config: ResolvedConfig, data: Dataset, first_step: int, object_store_bytes: int) -> None:
+        self.feeders: tuple[FeederHandle, ...] = ()
+        self._filler: CacheFiller | None = None
         # Decide what is kept in the object store, and what on the disks of the machines.
         data = data.decoded_as(config)
         cache = choose_cache(config, data, first_step, object_store_bytes)
@@ -102,12 +104,15 @@ class DataFeed:
 
     def fill_cache(self) -> None:
         """Read the cached images by tasks from now on, because the workers have started."""
+        assert self._filler is not None
         self._filler.start()
 
     def close(self) -> None:
-        """Stop reading, and release the blocks."""
-        self._filler.close()
-        stop_feeders(self.feeders)
+        """Stop reading, release the blocks, and end the feeders, as far as they have started. May be called twice."""
+        if self._filler is not None:
+            self._filler.close()
+        feeders, self.feeders = self.feeders, ()
+        stop_feeders(feeders)
 
 
 class RaySharedImages(AbstractContextManager["RaySharedImages"]):
@@ -133,9 +138,9 @@ class RaySharedImages(AbstractContextManager["RaySharedImages"]):
             )
             self._monitor = RayMonitor(self.coordinator, prepared, coordinated="its trials", command="sweep")
             if self.feed is not None:
+                opened.callback(self.feed.close)
                 self.feed.connect(self.coordinator, credentials, placement)
                 self.feed.start()
-                opened.callback(self.feed.close)
                 self.feed.fill_cache()  # runs start at different times, so do not wait for workers to start
             self._opened = opened.pop_all()
 
