@@ -217,7 +217,7 @@ def claim_run(store: Store, name: str) -> RunClaim:
         _held.discard(claim.token)
         raise
     if before is not None:  # the last owner may have been killed in the middle of a checkpoint
-        store.abort_uploads(is_run_file)
+        store.abort_uploads(is_run_file, LEASE_S)
     return RunClaim(store, claim)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -289,5 +290,6 @@ def delete_run(storage: str, name: str) -> tuple[int, list[str]]:
         run_files = sorted(set(paths).difference(left))
         for path in [*run_files, CONFIG]:  # the options last: until then the run is listed, and can be deleted again
             store.delete(path)
+        store.abort_uploads(is_run_file, idle_s=-math.inf)  # at once: nobody else may write to this run any more
     num_deleted = len(run_files) + 1  # with the options
     return num_deleted, left

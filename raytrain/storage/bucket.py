@@ -247,7 +247,7 @@ class BucketStore(Store):
 
     def remove_if_empty(self) -> None: ...
 
-    def abort_uploads(self, should_abort: Callable[[str], bool]) -> None:
+    def abort_uploads(self, should_abort: Callable[[str], bool], idle_s: float) -> None:
         if not isinstance(self.cloud, S3):
             return
         bucket, root = bucket_and_root(self.url)

@@ -32,7 +32,8 @@ _UNTIL_CLOSED = RetryPolicy(20, 30.0)  # for opening a file: until others are cl
 _MAX_REMOVALS = 20  # times that others may remove a folder while a file is opened in it
 _LOST_AND_FOUND = "lost+found"  # a folder at the root of a disk, which only root may read
 # Files that are no objects: put() writes a .part and renames it, put_if() locks a .lock. Killed processes leave some.
-_NO_OBJECT = re.compile(r"\.[0-9a-f]{32}\.part$|\.lock$")
+_UNFINISHED = re.compile(r"\.[0-9a-f]{32}\.part")
+_NO_OBJECT = re.compile(rf"{_UNFINISHED.pattern}$|\.lock$")
 
 TOO_MANY_FILES = (
     "{url} cannot be used, because this process has as many files open as it may; raise the limit (ulimit -n)."
@@ -210,6 +211,17 @@ class FolderStore(Store):
         for folder, _, _ in os.walk(self.url, topdown=False):
             with suppress(OSError):  # it is not empty
                 os.rmdir(folder)
+
+    def abort_uploads(self, should_abort: Callable[[str], bool], idle_s: float) -> None:
+        with suppress(OSError):  # the folder is gone
+            # Times on this disk are compared with each other, as its clock may differ from this machine's: a file that
+            # the caller has just put into the folder has set the time of the folder.
+            now = os.stat(self.url).st_mtime
+            for folder, _, names in os.walk(self.url):
+                for unfinished in (os.path.join(folder, name) for name in names if _UNFINISHED.fullmatch(name)):
+                    with suppress(OSError):  # its writer has renamed it meanwhile
+                        if now - os.lstat(unfinished).st_mtime >= idle_s:
+                            os.unlink(unfinished)
 
     def _content(self, path: str) -> bytes | None:
         """Return the content of a file; None if it does not exist."""

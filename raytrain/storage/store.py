@@ -163,11 +163,13 @@ class Store(ABC):
     def remove_if_empty(self) -> None:
         """Remove the folder if no file is left in it. There is nothing to do in a bucket, which has no folders."""
 
-    def abort_uploads(self, should_abort: Callable[[str], bool]) -> None:  # noqa: B027
-        """Abort abandoned multipart uploads of the objects whose paths ``should_abort`` accepts.
+    def abort_uploads(self, should_abort: Callable[[str], bool], idle_s: float) -> None:  # noqa: B027
+        """Remove what killed processes have left of objects that they were writing; no listing has it.
 
-        Only S3 keeps and lists the parts of such an upload. If it refuses the requests, nothing happens, and no error
-        is raised: a rule of the bucket may remove the parts.
+        In S3, these are multipart uploads of the objects whose paths ``should_abort`` accepts. If it refuses the
+        requests, nothing happens, and no error is raised: a rule of the bucket may remove the parts. In a folder, they
+        are unfinished files to which nobody has written for ``idle_s`` seconds, whatever objects they were to be. Other
+        clouds keep nothing.
         """
 
     def get_many(self, paths: Sequence[str], etags: Sequence[str] = ()) -> list[bytes | Exception]:

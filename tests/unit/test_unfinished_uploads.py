@@ -1,4 +1,4 @@
-"""Parts of uploads that were killed do not stay in a bucket: they are in no listing, and paid for."""
+"""Parts of uploads that were killed do not stay: they are in no listing, and paid for, or fill the disk of a folder."""
 
 from __future__ import annotations
 
@@ -106,3 +106,31 @@ def test_a_server_that_refuses_to_list_them_stops_nobody(bucket: Bucket, monkeyp
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
         delete_run(bucket.storage, "run")
     assert len(bucket.uploads()) == 3 and "Contents" not in bucket.client.list_objects_v2(Bucket=bucket.name)
+
+
+@pytest.fixture
+def unfinished(tmp_path: Path) -> Path:
+    """A file that a process has left in the checkpoints of the run ``run``, as it was killed while it wrote one."""
+    store = open_store(f"{tmp_path}/run")
+    with claim_run(store, "run"):
+        store.put("config.json", b'{"batch_size": 1}')
+        store.put("checkpoints/step-000000003.pt", b"x")
+    path = tmp_path / "run" / "checkpoints" / f".{uuid.uuid4().hex}.part"
+    path.write_bytes(b"x")
+    return path
+
+
+@pytest.mark.parametrize(("idle_s", "stays"), [(3600, False), (0, True), (-3600, True)])
+def test_the_next_owner_of_a_run_removes_unfinished_files_to_which_nobody_writes(
+    idle_s: float, stays: bool, unfinished: Path
+) -> None:
+    written_at = unfinished.stat().st_mtime - idle_s  # by the clock of the disk, which may go wrong
+    os.utime(unfinished, (written_at, written_at))
+    with claim_run(open_store(str(unfinished.parents[1])), "run"):
+        assert unfinished.exists() == stays
+    assert (unfinished.parent / "step-000000003.pt").exists()
+
+
+def test_rm_removes_unfinished_files_at_once(unfinished: Path) -> None:
+    delete_run(str(unfinished.parents[2]), "run")
+    assert not unfinished.parents[1].exists()
