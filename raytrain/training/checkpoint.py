@@ -31,7 +31,7 @@ from raytrain.runs.checkpoint_files import (
     list_checkpoints,
     step_and_takeover,
 )
-from raytrain.runs.documents import CHECKPOINTS
+from raytrain.runs.documents import CHECKPOINTS, read_json
 from raytrain.runs.outcome import Progress
 from raytrain.storage.store import Store
 from raytrain.training.checkpoint_state import StateDict, check_readable, to_cpu
@@ -169,9 +169,7 @@ class Checkpoints:
             check_readable(checkpoint.state)
             self._is_first = False
         self.store.put(path, _encode(checkpoint))
-        score = progress.score if progress.evaluated_step == progress.step else None
-        note = {"step": progress.step, "score": score, "thresholds": progress.thresholds}
-        self.store.put(path + ".json", json.dumps(note).encode())
+        self.store.put(path + ".json", _note(progress))
 
         # Delete checkpoints of later steps first, which are damaged or of an earlier owner, because the run has resumed
         # from the newest whole one. Then delete all but the newest ones and the best.
@@ -202,17 +200,24 @@ class Checkpoints:
     def read_newest(self) -> StoredFile | None:
         """Return the newest checkpoint file that can be read; None if there are none. Damaged ones are reported.
 
+        Its note is written if it is not there, because its writer was killed before: without its score, a checkpoint is
+        not the best, and would be deleted for later ones.
+
         Raises UsageError if there are checkpoints, but none can be read: the run must not silently begin anew.
         """
         paths = [checkpoint.path for checkpoint in list_checkpoints(self.store)]
         damage = ""  # of the newest one, for the sentence of the error
         for path in reversed(paths):
             try:
-                _parse(data := self.store.get(path))
-                return StoredFile(path, data)
+                checkpoint = _parse(data := self.store.get(path))
             except ValueError as error:
                 damage = damage or str(error)
                 self._report(CheckpointDamaged(path, str(error)))
+                continue
+            note = _note(checkpoint.progress)
+            if read_json(self.store, f"{path}.json") != json.loads(note):
+                self.store.put(f"{path}.json", note)
+            return StoredFile(path, data)
         if not paths:
             return None
         raise UsageError(
@@ -321,6 +326,13 @@ def _parse_whole(url: str, data: bytes) -> Checkpoint:
         raise UsageError(
             f"{url} is not a whole checkpoint ({error}); delete it to resume from the one before."
         ) from None
+
+
+def _note(progress: Progress) -> bytes:
+    """Return the note beside the checkpoint of a run that is so far: its score if it was evaluated, and thresholds."""
+    score = progress.score if progress.evaluated_step == progress.step else None
+    thresholds = progress.thresholds and list(progress.thresholds)
+    return json.dumps({"step": progress.step, "score": score, "thresholds": thresholds}).encode()
 
 
 def _encode(checkpoint: Checkpoint) -> bytes:

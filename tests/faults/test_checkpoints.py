@@ -18,7 +18,7 @@ import torch
 
 from raytrain.errors import RaytrainError, StorageError, UsageError
 from raytrain.monitor.events import CheckpointDamaged, CheckpointSkipped, CheckpointWritten, Event
-from raytrain.runs.checkpoint_files import Identity
+from raytrain.runs.checkpoint_files import Identity, best_scored_checkpoint
 from raytrain.runs.outcome import Progress
 from raytrain.storage.folder import FolderStore
 from raytrain.storage.open import open_store
@@ -285,6 +285,23 @@ def test_a_writer_killed_during_a_write_leaves_the_last_checkpoint(
             FolderStore(str(tmp_path)).put(path_of(20), bytes(1000))
     assert any(name.endswith(".part") for name in os.listdir(tmp_path / "checkpoints"))
     assert restored(store) == (10, [])
+
+
+@pytest.mark.parametrize("note_before", [None, b'{"step": 10, "score": null, "thresholds": null}'])
+def test_the_best_checkpoint_stays_so_if_its_writer_was_killed_before_its_note(
+    store: Store, note_before: bytes | None
+) -> None:
+    """Before the first evaluation of a loop's own, the same step has a checkpoint, and a note, without a score."""
+    checkpoints = open_checkpoints(store)
+    state = {"model": {"weight": torch.full((100,), 10.0)}}
+    checkpoints.save(state, Progress(step=10, evaluated_step=10, score=0.9, best_score=0.9))
+    checkpoints.close()
+    store.delete(f"{path_of(10)}.json")
+    if note_before is not None:
+        store.put(f"{path_of(10)}.json", note_before)
+    assert restored(store) == (10, [])
+    save(store, 20, keep=1)
+    assert best_scored_checkpoint(store) == (0.9, path_of(10))
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
