@@ -107,9 +107,12 @@ def _without_arguments(program: str) -> Generator[None]:
 
 
 def own_files() -> dict[str, str]:
-    """Return the paths of the files that this process has imported by their paths, by the names of their modules."""
+    """Return the paths of the files that this process has imported by their paths, by the names of their modules.
+
+    Files that were removed since then are left out, because other processes cannot import them.
+    """
     # A copy of the names, because another thread may be importing.
-    return {name: file for name in [*sys.modules] if (file := own_file(name))}
+    return {name: file for name in [*sys.modules] if (file := own_file(name)) and os.path.isfile(file)}
 
 
 def own_file(module: str) -> str | None:

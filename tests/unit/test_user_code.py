@@ -18,6 +18,7 @@ from raytrain.config.user_code import (
     describe,
     is_of_user,
     load_function,
+    own_files,
     pickle_own_code,
     restart_may_help,
 )
@@ -92,3 +93,13 @@ def test_a_file_is_executed_once_and_again_when_it_has_changed(
         with pytest.raises(UsageError, match="ZeroDivisionError"):
             load_function("--model", f"{file}:network")
     assert capsys.readouterr().out.split("\n") == ["executed", "executed anew", "fails", "fails", ""]
+
+
+def test_a_file_that_was_removed_since_its_import_is_not_sent_to_other_processes(tmp_path: Path) -> None:
+    """They would fail to import it, for a function that may have nothing to do with it."""
+    file = tmp_path / "removed.py"
+    file.write_text("def train(run):\n    pass\n")
+    load_function("--loop", f"{file}:train")
+    assert str(file) in own_files().values()
+    file.unlink()
+    assert str(file) not in own_files().values()
