@@ -17,9 +17,9 @@ from raytrain.errors import UsageError
 from raytrain.inference.classification_metrics import chosen_thresholds
 from raytrain.inference.predictor import Predictor
 from raytrain.inference.trained_run import TrainedRun, open_trained_run
-from raytrain.launch.predict_blocks import ServedModel
 from raytrain.launch.ray.connection import Connection
 from raytrain.launch.ray.nodes import cluster_hardware
+from raytrain.launch.served_model import ServedModel
 from raytrain.monitor.stop_request import StopSignals
 from raytrain.storage.lent_credentials import Scope
 from raytrain.storage.store import Store

@@ -37,10 +37,10 @@ from raytrain.data.images.decode_process import DecodeProcess
 from raytrain.data.images.image_format import BadImage
 from raytrain.errors import UsageError
 from raytrain.launch.placement import Placement
-from raytrain.launch.predict_blocks import ServedModel
 from raytrain.launch.ray.nodes import ClusterNode, run_on_each_node
 from raytrain.launch.ray.private_api import asks_for_token, bind_replica, can_bind_replica, check_serve
 from raytrain.launch.ray.ray_errors import root_cause
+from raytrain.launch.served_model import ServedModel
 from raytrain.monitor.stop_request import StopSignals
 
 _MAX_BYTES = 64 << 20  # of one image file
