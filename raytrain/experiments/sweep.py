@@ -67,28 +67,11 @@ def sweep(
     open_trackers(config.track)  # raises UsageError if no trial could open them
     if loop is not None:
         check_loop(loop)
-    vary = [vary] if isinstance(vary, str) else [*vary]
-    if folds is not None:
-        if folds < 2:
-            raise UsageError(f"--folds is {folds}; a cross-validation has at least 2.")
-        vary.append("validation-fold=" + ",".join(f"{number + 1}/{folds}" for number in range(folds)))
-    planned = plan_sweep(config, vary, trials, sampler=sampler, pruner=pruner, trust=trust)
-    check_optuna(planned.sampler, planned.pruner)
-    if pruner is not None and not early_stopping:
-        raise UsageError(f"--pruner {pruner} stops trials early, and --no-early-stopping does not; omit one of them.")
-    if planned.pruner is not None and planned.trains_alone:
-        raise UsageError(
-            f"--pruner {planned.pruner} stops trials early, and trials that differ in --vary workers or in their folds "
-            "are measured to their end; omit --pruner."
-        )
-    metric = Compared(config.best_metric, is_lower_better(config.best_metric, config))
-    highest = 1.0 if metric.is_fraction else sys.float_info.max
-    if target is not None and not (planned.varies_workers and 0 < target <= highest):
-        limit = "above 0 and at most 1" if metric.is_fraction else "above 0 and finite"
-        raise UsageError(
-            f"--target is {target:g}; it is a value of {metric.name}, {limit}, and is for a sweep that varies workers, "
-            "such as --vary workers=1,2,4."
-        )
+    words = [vary] if isinstance(vary, str) else [*vary]
+    words += [] if folds is None else [_vary_folds(folds)]
+    planned = plan_sweep(config, words, trials, sampler=sampler, pruner=pruner, trust=trust)
+    _check_pruner(planned, pruner, early_stopping=early_stopping)
+    _check_target(planned, config, target)
 
     # A mistake in the options of any trial is refused before anything starts. A user's loop may measure any metric.
     examples = examples_of(planned, config, config.name or new_name(config.recipe))
@@ -138,6 +121,40 @@ def sweep(
         )
         with signals or StopSignals() as signals, session:
             return session.watch(signals, view)
+
+
+def _vary_folds(folds: int) -> str:
+    """Return the word of --vary for a cross-validation; raise UsageError for fewer than two ``folds``."""
+    if folds < 2:
+        raise UsageError(f"--folds is {folds}; a cross-validation has at least 2.")
+    return "validation-fold=" + ",".join(f"{number + 1}/{folds}" for number in range(folds))
+
+
+def _check_pruner(planned: Sweep, pruner: Pruner | None, *, early_stopping: bool) -> None:
+    """Raise UsageError if a package of the planned sampler or pruner is missing, or if a pruner does not fit.
+
+    ``pruner`` is the one that the user gave, which a resume may leave out.
+    """
+    check_optuna(planned.sampler, planned.pruner)
+    if pruner is not None and not early_stopping:
+        raise UsageError(f"--pruner {pruner} stops trials early, and --no-early-stopping does not; omit one of them.")
+    if planned.pruner is not None and planned.trains_alone:
+        raise UsageError(
+            f"--pruner {planned.pruner} stops trials early, and trials that differ in --vary workers or in their folds "
+            "are measured to their end; omit --pruner."
+        )
+
+
+def _check_target(planned: Sweep, config: TrainConfig, target: float | None) -> None:
+    """Raise UsageError if trials cannot be compared by --best, or if ``target`` does not fit it, or this sweep."""
+    metric = Compared(config.best_metric, is_lower_better(config.best_metric, config))
+    highest = 1.0 if metric.is_fraction else sys.float_info.max
+    if target is not None and not (planned.varies_workers and 0 < target <= highest):
+        limit = "above 0 and at most 1" if metric.is_fraction else "above 0 and finite"
+        raise UsageError(
+            f"--target is {target:g}; it is a value of {metric.name}, {limit}, and is for a sweep that varies workers, "
+            "such as --vary workers=1,2,4."
+        )
 
 
 def _with_most_folds(config: TrainConfig, trials: Sequence[Trial]) -> TrainConfig:
