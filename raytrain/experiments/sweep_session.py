@@ -264,50 +264,16 @@ class SweepSession:
         The result is written into the sweep's documents, and --notify reports it. Raises TrainingFailed if the images
         could not be used, and StorageError if the documents cannot be written.
         """
-        max_dollars = self._prepared.config.max_cost
         with closing(self._documents):
             while wait(self._futures, _POLL_EVERY_S).not_done:
                 snapshot, _ = self._poll(view, signals)
-                # A request to stop from a viewer, from storage, from a signal or from --max-cost goes to each trial.
-                request = snapshot.stop_request or self._documents(snapshot)
-                if max_dollars is not None and (snapshot.dollars or 0.0) >= max_dollars:
-                    request = request or StopReason("cost", f"{max_dollars:g}", value=snapshot.dollars)
-                if request is not None:
-                    signals.request_stop(request)
-                if signals.stop_request is not None:
-                    self._is_stopping = True
-                    for run in self._runs:
-                        run.signals.request_stop(signals.stop_request)
+                self._pass_on_stop(snapshot, signals)
         for future in self._futures:
             future.result()  # raises the exception that has ended a thread, if any
         if self._judge.study is not None:
             self._judge.study.close()
-
-        # The sweep failed if the images could not be used, or all trials failed. A sweep that was asked to stop when
-        # nothing was left to do is finished all the same.
         snapshot, failure = self._poll(view, signals)
-        trials = best_first(run.result for run in self._runs)
-        failed = failure is not None or (bool(trials) and all(trial.status == "failed" for trial in trials))
-        histories = {
-            run.trial.name: read_metrics(run.trial.store)
-            for run in self._runs
-            if self._planned.varies_workers and run.result.status == "finished"
-        }
-        is_complete = len(trials) == self._planned.num_trials and all(is_over(trial) for trial in trials)
-        stopped = signals.stop_request is not None and not is_complete
-        result = SweepResult(
-            name=self._prepared.name,
-            status="failed" if failed else "stopped" if stopped else "finished",
-            best=next((trial.name for trial in trials if trial.value is not None), None),
-            trials=trials,
-            run_dir=self._prepared.store.url,
-            seconds=round(time.monotonic() - self._prepared.started_at, 2),
-            dollars=snapshot.dollars,
-            stop_reason=signals.stop_request if stopped else None,
-            scaling=self._scalings(histories) if self._planned.varies_workers else (),
-            folds=mean_of_folds(trials) if any("validation_fold" in trial.values for trial in trials) else (),
-            histories=histories,
-        )
+        result = self._result(snapshot, failure, signals.stop_request)
 
         # Write the documents, and notify. A session that ends before its documents are written has failed.
         self._images.finish(result.status)
@@ -319,6 +285,48 @@ class SweepSession:
             again = f"Resume it with --name {result.name} --storage {self._prepared.config.storage} --resume."
             raise TrainingFailed(f"Sweep {result.name!r} failed: {failure.rstrip('.')}. {again}", result.summary())
         return result
+
+    def _pass_on_stop(self, snapshot: Snapshot, signals: StopSignals) -> None:
+        """Pass a request to stop on to each trial: one of a viewer, of storage, of a signal or of --max-cost."""
+        max_dollars = self._prepared.config.max_cost
+        request = snapshot.stop_request or self._documents(snapshot)
+        if max_dollars is not None and (snapshot.dollars or 0.0) >= max_dollars:
+            request = request or StopReason("cost", f"{max_dollars:g}", value=snapshot.dollars)
+        if request is not None:
+            signals.request_stop(request)
+        if signals.stop_request is not None:
+            self._is_stopping = True
+            for run in self._runs:
+                run.signals.request_stop(signals.stop_request)
+
+    def _result(self, snapshot: Snapshot, failure: str | None, stop_request: StopReason | None) -> SweepResult:
+        """Return the result of the sweep, whose last state is ``snapshot``, once all trials have ended.
+
+        ``failure`` says why the images could not be used, if so. The sweep then failed, and also if all trials failed.
+        With a ``stop_request``, it was stopped, unless nothing was left to do: then it finished all the same.
+        """
+        trials = best_first(run.result for run in self._runs)
+        failed = failure is not None or (bool(trials) and all(trial.status == "failed" for trial in trials))
+        is_complete = len(trials) == self._planned.num_trials and all(is_over(trial) for trial in trials)
+        stopped = stop_request is not None and not is_complete
+        histories = {
+            run.trial.name: read_metrics(run.trial.store)
+            for run in self._runs
+            if self._planned.varies_workers and run.result.status == "finished"
+        }
+        return SweepResult(
+            name=self._prepared.name,
+            status="failed" if failed else "stopped" if stopped else "finished",
+            best=next((trial.name for trial in trials if trial.value is not None), None),
+            trials=trials,
+            run_dir=self._prepared.store.url,
+            seconds=round(time.monotonic() - self._prepared.started_at, 2),
+            dollars=snapshot.dollars,
+            stop_reason=stop_request if stopped else None,
+            scaling=self._scalings(histories) if self._planned.varies_workers else (),
+            folds=mean_of_folds(trials) if any("validation_fold" in trial.values for trial in trials) else (),
+            histories=histories,
+        )
 
     def _train_in_turn(self) -> None:
         """Train one trial after the other until none is left; the work of one thread."""
