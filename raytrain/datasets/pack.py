@@ -126,17 +126,7 @@ def pack(
         check_label_pattern(label_pattern)
     if label_pattern is not None and labels is not None:
         raise UsageError("--label-pattern and --labels both say the classes of the images; give one of them.")
-
-    # A source is a place or a Ray dataset, which has no name of its own.
-    if isinstance(source, (str, os.PathLike)):
-        source, source_name = os.fspath(source), os.fspath(source)
-    elif is_ray_dataset(source):
-        source_name = RAY_DATASET
-    else:
-        raise UsageError(
-            f"raytrain.pack got a {type(source).__module__}.{type(source).__name__}; give a folder, a URL or a "
-            "ray.data.Dataset, which ray.data.from_huggingface, from_torch, from_pandas or from_items make of others."
-        )
+    source_name = _name_of_source(source)
     label_columns = (label_column,) if isinstance(label_column, str) else tuple(label_column)
     labelling = Labelling(
         file=None if labels is None else os.fspath(labels),
@@ -150,7 +140,8 @@ def pack(
     # The source must not be packed already, and the destination must not have other images.
     console = console or Console(stderr=True)
     packed_store = open_store(os.fspath(destination))
-    with labelled_source(source, labelling) as (images_store, images), ExitStack() as opened:
+    location_or_rows = os.fspath(source) if isinstance(source, os.PathLike) else source
+    with labelled_source(location_or_rows, labelling) as (images_store, images), ExitStack() as opened:
         if images.packing is not None:
             raise UsageError(
                 f"The images in {source_name} are packed already; give the folder that they were packed from."
@@ -186,6 +177,18 @@ def pack(
         num_bytes=int(packed.sizes_bytes.sum()),
         num_written=num_written,
         digest=packed.digest,
+    )
+
+
+def _name_of_source(source: Location | Rows) -> str:
+    """Return the name of a folder, a URL or a Ray dataset, which has none of its own; raise UsageError for others."""
+    if isinstance(source, (str, os.PathLike)):
+        return os.fspath(source)
+    if is_ray_dataset(source):
+        return RAY_DATASET
+    raise UsageError(
+        f"raytrain.pack got a {type(source).__module__}.{type(source).__name__}; give a folder, a URL or a "
+        "ray.data.Dataset, which ray.data.from_huggingface, from_torch, from_pandas or from_items make of others."
     )
 
 
