@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raytrain.training.batches.batch import Batch
+from raytrain.training.loop_checks.swapped_images import SwappedImages
 from raytrain.training.loop_checks.watched_calls import WatchedCalls
 
 NUM = 7
@@ -67,6 +68,22 @@ def test_nothing_of_the_loop_changes() -> None:
     plain, _ = step(entropy, swaps=None)
     watched, _ = step(entropy, swaps=True)
     assert all(torch.equal(first, second) for first, second in zip(plain, watched, strict=True))
+
+
+@pytest.mark.parametrize("module", ["torch.distributed.distributed_c10d", "torch._ops._c10d_functional"])
+def test_collectives_are_called_once(module: str) -> None:
+    """Workers call them together, and some workers may have no variants."""
+    calls: list[Tensor] = []
+
+    def all_reduce(tensor: Tensor) -> Tensor:
+        calls.append(tensor)
+        return tensor.clone()
+
+    all_reduce.__module__ = module
+    swapped, images = SwappedImages(), torch.randn(4, 3)
+    swapped.begin([images], 4, set())
+    swapped.call(all_reduce, "all_reduce", (images,), {})
+    assert len(calls) == 1
 
 
 def half(model: nn.Module, images: Any) -> Tensor:

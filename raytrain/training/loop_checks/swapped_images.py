@@ -126,7 +126,7 @@ class SwappedImages:
         is_transformed = torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore
         if not sources or is_transformed or name in _NOT_CALLED:  # tensors of torch.func must not outlive it
             return func(*args, **kwargs)
-        if getattr(func, "__module__", "").startswith("torch.distributed"):
+        if is_collective(func):
             for source in sources:  # all workers have the same now
                 self.forget(source)
             return func(*args, **kwargs)
@@ -253,6 +253,12 @@ class SwappedImages:
             return leaf.detach().clone()
         variants = self._variants[leaf]
         return leaf.detach()[self._orders[number].to(leaf.device)] if variants is None else variants[number]
+
+
+def is_collective(func: Any) -> bool:
+    """Return whether ``func`` is one of torch's functions or operators that several workers call together."""
+    module = getattr(func, "__module__", None) or ""
+    return module.startswith(("torch.distributed", "torch._ops._c10d_functional", "torch._ops.c10d"))
 
 
 @contextmanager

@@ -48,7 +48,7 @@ from raytrain.training.batches.batch import Batch
 from raytrain.training.exact import gather
 from raytrain.training.exact.gradients import HOOK_NOTE
 from raytrain.training.loop_checks.loop_numbers import LoopNumbers
-from raytrain.training.loop_checks.swapped_images import SwappedImages
+from raytrain.training.loop_checks.swapped_images import SwappedImages, is_collective
 
 _log = logging.getLogger(__name__)
 NOTES = {
@@ -261,7 +261,7 @@ class WatchedCalls(TorchFunctionMode):
         # The result depends on the batch if an argument does, unless that gives only its type or shape.
         inputs = tree_leaves(args[:1]) if name in _LIKE_ANOTHER else leaves
         sources = [leaf for leaf in inputs if isinstance(leaf, Tensor) and leaf in self._marks]
-        if getattr(func, "__module__", "").startswith("torch.distributed"):  # its result is the same on all workers
+        if is_collective(func):  # its result is the same on all workers
             for source in sources:
                 del self._marks[source]
             return result
