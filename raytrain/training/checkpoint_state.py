@@ -6,9 +6,15 @@ cannot tell a resumed run from a new one.
 
 Options may change on a resume, such as the learning rate. An optimizer's state_dict holds its options, too, and would
 restore the old ones. Comparing it with the new options does not show which ones the user has changed, because a
-scheduler changes options while a run trains. So each group of an optimizer also keeps the options with which its
-attempt began, under ``asked``. After loading, these are compared with the options of this attempt, and only the ones
-that differ are set. If the learning rate has changed, the scheduled rate is multiplied by the ratio.
+scheduler changes options while a run trains. So each group of an optimizer also keeps the options with which the first
+epoch of its attempt began, under ``begun``. When the first epoch of a resume begins, these are compared with the
+options by then, and only the ones that differ are set. If the learning rate has changed, the scheduled rate is
+multiplied by the ratio.
+
+Between ``run.prepare`` and its first epoch, a loop sets up what it has prepared: it copies weights from one network to
+another, draws them again, reads rates, as base rates of a schedule of its own, and sets them. On a resume it does so
+again. So until the epochs begin, a group shows the rates and the like that the loop has built it with, and what the
+loop has changed in the meantime gets the state of the checkpoint again when they begin.
 
 A loop may add groups to an optimizer while it trains, such as layers that learn from the third epoch on. A resume
 prepares the optimizer without them: their state waits until the loop has added them again, before its first step.
@@ -30,7 +36,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from raytrain.errors import UsageError, format_count
-from raytrain.training.metrics.prepared_metrics import joined_state, prepare_metric
+from raytrain.training.metrics.prepared_metrics import is_metric, joined_state, prepare_metric
 from raytrain.training.metrics.sample_margins import SampleMargins
 
 StateDict = dict[str, Any]
@@ -42,7 +48,9 @@ _GROUPS_MISSING = (
     "len(optimizer.param_groups) == 1:`, and run the command again."
 )
 _FROZEN = "frozen"  # key of a checkpoint, for the names of the weights that do not learn, by network
-_ASKED = "asked"  # key in a group of an optimizer, for the options with which its attempt began
+_BEGUN = "begun"  # key in a group of an optimizer, for the options with which the epochs of its attempt began
+# Options of a group that schedules change. Others may say in which state the weights are, such as ``train_mode``.
+_SCHEDULED = (*_RATES, "momentum", "base_momentum", "max_momentum", "betas", "weight_decay")
 
 
 class Stateful(Protocol):
@@ -76,8 +84,11 @@ class CheckpointState:
         }
         self._restored_frozen = restored.get(_FROZEN)
         self._resumes = bool(restored)
+        self._asked: dict[Optimizer, list[StateDict]] = {}  # options of each group as the loop has built it
         self._groups: dict[Optimizer, list[StateDict]] = {}  # options of each group after loading
-        self._ratios: dict[Optimizer, list[float]] = {}  # ratio of the new learning rate to the old one, for each group
+        # Until the epochs begin, the states of all but optimizers, and those of objects of other kinds after loading.
+        self._loaded: dict[str, StateDict] = {}
+        self._states_after_load: dict[str, StateDict] = {}
         self._held: list[object] = []  # prepared objects, and optimizers that are their attributes
         self._waiting: dict[Optimizer, StateDict] = {}  # stored states with groups that the loop adds later
         self._is_complete = False  # the loop has begun its first epoch
@@ -115,18 +126,6 @@ class CheckpointState:
         if kind == "state":  # networks and optimizers always have a state that can be read
             check_readable({name: to_cpu(thing.state_dict())})
         self._held += [thing, *(value for value in _attributes(thing) if isinstance(value, Optimizer))]
-
-        # A new scheduler has set the rates of the first step: give the optimizer its loaded rates again. torch's
-        # schedulers compute rates from base rates of their own, which must follow if the user has changed the rate.
-        optimizer = getattr(thing, "optimizer", None)
-        if self._resumes and isinstance(optimizer, Optimizer):
-            for options, group in zip(self._groups.get(optimizer, []), optimizer.param_groups, strict=False):
-                group.update(options)
-            ratios = self._ratios.get(optimizer, [])
-            for attribute in ("base_lrs", "max_lrs"):
-                rates = getattr(thing, attribute, None)
-                if isinstance(rates, list) and len(rates) == len(ratios):  # pyright: ignore[reportUnknownArgumentType]
-                    setattr(thing, attribute, [rate * ratio for rate, ratio in zip(rates, ratios, strict=True)])
         return name
 
     def _add_optimizer(self, name: str, optimizer: Optimizer) -> None:
@@ -158,10 +157,11 @@ class CheckpointState:
         for inner, inner_index, index in shared:
             inner.param_groups[inner_index] = optimizer.param_groups[index]
 
-        # Set what the user has changed since the checkpoint.
-        pairs = zip(asked, optimizer.param_groups, strict=True)
-        self._ratios[optimizer] = [_apply_changes(options, group) for options, group in pairs]
+        # Until the epochs begin, show the rates that the loop has built it with.
+        self._asked[optimizer] = asked
         self._groups[optimizer] = [_options_of(group) for group in optimizer.param_groups]
+        for options, group in zip(asked, optimizer.param_groups, strict=True):
+            group.update(_scheduled(options) if self._resumes else {})
 
     def _add(self, name: str, thing: Stateful) -> None:
         """Keep ``thing`` under ``name``, and load its state if the run resumes.
@@ -192,12 +192,36 @@ class CheckpointState:
         if isinstance(thing, Optimizer) and len(state.get("param_groups", ())) > len(thing.param_groups):
             self._waiting[thing] = state
             state = _of_first_groups(state, len(thing.param_groups))
+        if isinstance(thing, nn.Module):
+            self._load(name, state)
+            self._loaded[name] = {} if is_metric(thing) else state
+        elif isinstance(thing, Optimizer):
+            self._load(name, state)
+        else:  # the object may keep the state, and change it
+            self._loaded[name] = copy.deepcopy(state)
+            self._load(name, state)
+            self._states_after_load[name] = to_cpu(thing.state_dict())
+
+    def _load(self, name: str, state: StateDict) -> None:
+        """Load ``state`` into the prepared thing of this ``name``. Raises UsageError if it does not fit."""
+        thing = self._objects[name]
         try:
             thing.load_state_dict(state)
         except (RuntimeError, ValueError, KeyError) as error:
             shown = "network" if isinstance(thing, nn.Module) else name
             difference = " ".join(str(error).split())[:300]
             raise UsageError(f"The checkpoint's {shown} is not the one that the loop prepares: {difference}") from None
+
+    def _load_what_has_changed(self) -> None:
+        """Load again, as the epochs begin, networks and what the loop has changed since it has prepared it."""
+        for name, state in self._loaded.items():
+            # An object of the user's own may not expect to be loaded twice, so that is done only if it has changed.
+            after_load, now = self._states_after_load.get(name), self._objects[name].state_dict()
+            is_as_loaded = after_load is not None and _is_same_state(to_cpu(now), after_load)
+            if state and not is_as_loaded:
+                self._load(name, state)
+        self._loaded.clear()
+        self._states_after_load.clear()
 
     def load_added_groups(self, optimizer: Optimizer) -> None:
         """Load the state of groups that the loop has added since it prepared ``optimizer``, before its first step.
@@ -244,10 +268,13 @@ class CheckpointState:
         sums.load(self._restored.pop(name, {}))
 
     def check_complete(self) -> None:
-        """Allow no further objects, as the first epoch begins.
+        """Allow no further objects, as the first epoch begins, and undo what the loop's set-up did to restored ones.
 
         Raises UsageError if the checkpoint has the state of what the loop did not prepare.
         """
+        if not self._is_complete:
+            self._load_what_has_changed()
+            self._restore_options()
         self._is_complete = True
         if self._restored:
             raise UsageError(
@@ -255,6 +282,32 @@ class CheckpointState:
                 "another loop, or prepares that after run.epochs(); prepare the same things in the same order before "
                 "it, or start a new run under another --name."
             )
+
+    def _restore_options(self) -> None:
+        """Set the options of the checkpoint in all optimizers, but for those that the user has changed since.
+
+        The base rates of schedulers follow a changed learning rate. Each group keeps the options that it has now.
+        """
+        begun = {
+            optimizer: [_begun(*pair) for pair in zip(asked, optimizer.param_groups, strict=False)]
+            for optimizer, asked in self._asked.items()
+        }
+        ratios: dict[int, float] = {}  # by the ID of the group, as an optimizer may share groups with one that it wraps
+        for optimizer, groups in reversed(begun.items()):  # the wrapping one first, whose options are those asked for
+            for options, loaded, group in zip(groups, self._groups[optimizer], optimizer.param_groups, strict=False):
+                if id(group) not in ratios:
+                    group.update(_scheduled(loaded) if self._resumes else {})
+                    ratios[id(group)] = _apply_changes(options, group)
+
+        # torch's schedulers compute rates from base rates of their own, also those within another one.
+        schedulers = list(self._held)
+        for scheduler in schedulers:
+            schedulers += getattr(scheduler, "_schedulers", ())
+            of_groups = [ratios.get(id(group), 1.0) for group in _groups_of(scheduler)]
+            for attribute in ("base_lrs", "max_lrs"):
+                rates = getattr(scheduler, attribute, None)
+                if isinstance(rates, list) and len(rates) == len(of_groups):  # pyright: ignore[reportUnknownArgumentType]
+                    setattr(scheduler, attribute, [rate * ratio for rate, ratio in zip(rates, of_groups, strict=True)])
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -351,38 +404,74 @@ def _of_first_groups(state: StateDict, num_groups: int) -> StateDict:
     }
 
 
+def _groups_of(thing: object) -> list[StateDict]:
+    """Return the groups of the optimizer of a scheduler; none for any other ``thing``."""
+    optimizer = getattr(thing, "optimizer", None)
+    return optimizer.param_groups if isinstance(optimizer, Optimizer) else []
+
+
+def _scheduled(options: StateDict) -> StateDict:
+    """Return those of an optimizer's ``options`` that schedules change."""
+    return {name: value for name, value in options.items() if name in _SCHEDULED}
+
+
+def _begun(asked: StateDict, group: StateDict) -> StateDict:
+    """Return the options with which the epochs begin, by name as in ``asked``, those with which the loop has built it.
+
+    The rate from which a scheduler starts is that of the loop, because on a resume the scheduler finds the one of the
+    checkpoint in the ``group``, and keeps it.
+    """
+    begun = {**asked, **{name: value for name, value in _scheduled(_options_of(group)).items() if name in asked}}
+    return {**begun, "initial_lr": asked.get("initial_lr", asked.get("lr"))} if "initial_lr" in group else begun
+
+
 def _options_of(group: StateDict) -> StateDict:
-    """Return the options of an optimizer's ``group``: all but its parameters and what is kept under ``asked``.
+    """Return the options of an optimizer's ``group``: all but its parameters and what is kept under ``begun``.
 
     A rate that is a tensor is copied, because schedulers change it in place.
     """
-    options = {name: value for name, value in group.items() if name not in ("params", _ASKED)}
+    options = {name: value for name, value in group.items() if name not in ("params", _BEGUN)}
     return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in options.items()}
 
 
-def _apply_changes(asked: StateDict, group: StateDict) -> float:
+def _apply_changes(begun: StateDict, group: StateDict) -> float:
     """Set the options of a loaded ``group`` that the user has changed; return the ratio of the new rate to the old one.
 
-    ``asked`` are the options with which this attempt begins; they differ from those kept in the group if the user has
-    changed them. Other options stay as in the checkpoint, where a scheduler may have changed them. A changed learning
-    rate multiplies the rate in the group by the ratio of the new to the old one, and so the rates that schedulers keep
-    there. The ratio is 1 if the rate is unchanged.
+    ``begun`` are the options with which the epochs of this attempt begin; they differ from those kept in the group if
+    the user has changed them. Other options stay as in the checkpoint, where a scheduler may have changed them. A
+    changed learning rate multiplies the rates in the group, which schedulers keep there, by the ratio of the new to the
+    old one. The rate is that from which a scheduler starts, if there is one. The ratio is 1 if it is unchanged.
     """
-    before = group.get(_ASKED, asked)
+    before = group.get(_BEGUN, begun)
     changed: StateDict = {}
-    for name, value in asked.items():
+    for name, value in begun.items():
         if name in before:
             are_tensors = isinstance(before[name], torch.Tensor) and isinstance(value, torch.Tensor)
             is_same = torch.equal(before[name], value) if are_tensors else before[name] == value
             if not is_same:
                 changed[name] = value
-    ratio = 1.0
-    if "lr" in changed and float(before["lr"]):  # from a rate of 0, there is no ratio: the new one is set
-        ratio = float(changed.pop("lr")) / float(before["lr"])
+    has_scheduler = "initial_lr" in begun and "initial_lr" in before
+    rate, ratio = "initial_lr" if has_scheduler else "lr", 1.0
+    if rate in changed and float(before[rate]):  # from a rate of 0, there is no ratio: the new one is set
+        ratio = float(begun[rate]) / float(before[rate])
         group.update({name: group[name] * ratio for name in _RATES if name in group})
+    if ratio != 1 or has_scheduler:
+        changed = {name: value for name, value in changed.items() if name not in _RATES}
     group.update(changed)
-    group[_ASKED] = asked
+    group[_BEGUN] = begun
     return ratio
+
+
+def _is_same_state(one: StateDict, other: StateDict) -> bool:
+    """Return whether two nested state_dicts hold the same tensors, numbers and texts."""
+    leaves, other_leaves = tree_leaves(one), tree_leaves(other)
+    if len(leaves) != len(other_leaves):
+        return False
+    for leaf, other_leaf in zip(leaves, other_leaves, strict=True):
+        are_tensors = isinstance(leaf, torch.Tensor) and isinstance(other_leaf, torch.Tensor)
+        if not (torch.equal(leaf, other_leaf) if are_tensors else np.array_equal(leaf, other_leaf)):
+            return False
+    return True
 
 
 def to_cpu(state: Any) -> Any:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.optim.lr_scheduler import ExponentialLR
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LinearLR, SequentialLR
 
 from raytrain.errors import UsageError
 from raytrain.monitor.events import CheckpointWritten
@@ -343,6 +343,106 @@ def test_an_optimizer_has_the_options_of_the_start_that_resumes(tmp_path: Path) 
         train_loop(loop, tmp_path, options, Recorder(stop_after=2))
     with pytest.raises(UsageError, match=r"optimizer has the options .*momentum.*prepares Adam"):
         train_loop(adam, tmp_path)
+
+
+def base_rates_of_groups(run: Run, rate: float = 0.1) -> None:
+    """Takes its base rates from the prepared optimizer, and sets those of the first step itself."""
+    model = run.prepare(run.build_model())
+    optimizer = run.prepare(torch.optim.SGD(model.parameters(), lr=rate, momentum=0.5))
+    (group,) = optimizer.param_groups
+    group["initial_lr"], momentum = group["lr"], group["momentum"]
+    group["lr"] *= 0.5
+    for epoch in run.epochs():
+        for batch in epoch:
+            learn(model, optimizer, batch)
+            group["lr"] = group["initial_lr"] / (2 + batch.step)
+            group["momentum"] = momentum + 0.02 * batch.step
+
+
+def rate_changed_before_the_epochs(run: Run, rate: float = 0.1) -> None:
+    model = run.prepare(run.build_model())
+    optimizer = run.prepare(torch.optim.SGD(model.parameters(), lr=0.5))
+    optimizer.param_groups[0]["lr"] = rate
+    for epoch in run.epochs():
+        for batch in epoch:
+            learn(model, optimizer, batch)
+            optimizer.param_groups[0]["lr"] *= 0.8
+
+
+def warm_up_then_cosine(run: Run, rate: float = 0.1) -> None:
+    model = run.prepare(run.build_model())
+    optimizer = run.prepare(torch.optim.SGD(model.parameters(), lr=rate))
+    schedules = [LinearLR(optimizer, 0.1, total_iters=2), CosineAnnealingLR(optimizer, 10)]
+    scheduler = run.prepare(SequentialLR(optimizer, schedules, [5]))
+    for epoch in run.epochs():
+        for batch in epoch:
+            learn(model, optimizer, batch)
+            scheduler.step()
+
+
+class Shadow:
+    """A moving average as many scripts have it: its weights are those of the network when they are registered."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.weights = model, dict[str, Tensor]()
+
+    def register(self) -> None:
+        for name, weight in self.model.named_parameters():
+            self.weights[name] = weight.detach().clone()
+
+    def update(self) -> None:
+        for name, weight in self.model.named_parameters():
+            self.weights[name].lerp_(weight.detach(), 0.5)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"weights": self.weights}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.weights = state["weights"]
+
+
+def set_up_after_prepare(run: Run) -> None:
+    """Draws weights again, copies them to a teacher, and registers an average, all after run.prepare."""
+    student: Any = run.prepare(linear(run))
+    teacher: Any = run.prepare(linear(run))
+    shadow = run.prepare(Shadow(student))
+    optimizer = run.prepare(torch.optim.SGD(student.parameters(), lr=0.1))
+    nn.init.constant_(student[1].weight, 0.01)
+    teacher.load_state_dict(student.state_dict())
+    shadow.register()
+    for epoch in run.epochs():
+        for batch in epoch:
+            learn(student, optimizer, batch)
+            shadow.update()
+            with torch.no_grad():
+                teacher[1].weight.copy_(shadow.weights["1.weight"])
+
+
+OF_RATES: list[Any] = [base_rates_of_groups, rate_changed_before_the_epochs, warm_up_then_cosine]
+
+
+@pytest.mark.parametrize("stop_after", [2, 5])
+@pytest.mark.parametrize("loop", [*OF_RATES, set_up_after_prepare])
+def test_what_a_loop_sets_up_between_prepare_and_its_epochs_is_right_on_a_resume(
+    loop: Loop, stop_after: int, tmp_path: Path
+) -> None:
+    whole = train_loop(loop, tmp_path / "whole")
+    train_loop(loop, tmp_path, recorder=Recorder(stop_after))
+    assert_same_weights("rates", train_loop(loop, tmp_path).weights, whole.weights, 0.0)
+
+
+@pytest.mark.parametrize("loop", OF_RATES)
+def test_a_rate_that_the_user_has_changed_multiplies_those_of_a_schedule(
+    loop: Callable[[Run, float], None], tmp_path: Path
+) -> None:
+    def rates(rate: float, folder: Path, stop_after: int | None = None) -> list[float | None]:
+        trained = train_loop(lambda run: loop(run, rate), folder, recorder=Recorder(stop_after))
+        return [row.learning_rate for row in trained.rows("step")]
+
+    doubled = rates(0.2, tmp_path / "doubled")
+    rates(0.1, tmp_path, stop_after=2)
+    assert rates(0.2, tmp_path, stop_after=1) == pytest.approx(doubled[3:5])
+    assert rates(0.2, tmp_path) == pytest.approx(doubled[5:])
 
 
 class Window:
