@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -14,6 +15,7 @@ from raytrain.errors import UsageError, format_count, shell_command
 
 if TYPE_CHECKING:
     from raytrain.display.page.server import PageServer
+    from raytrain.monitor.run_reader import RunReader
     from raytrain.monitor.snapshot import Snapshot
 
 Png = Annotated[str | None, arg(help="PNG file to draw the curves into.")]
@@ -199,7 +201,6 @@ def logs(
     from raytrain.monitor.run_reader import RunReader, follow_run
     from raytrain.runs.documents import SWEEP, open_run
     from raytrain.runs.logs import DRIVER, LogReader, worker_log
-    from raytrain.runs.outcome import shell_command
 
     store = open_run(storage, run)
     if store.exists(SWEEP):
@@ -208,11 +209,7 @@ def logs(
         raise UsageError(f"{run!r} is a sweep; its trials have the logs, {hint}.")
     reader = RunReader(store, run)
     if worker is not None:
-        # An earlier attempt may have had more workers: a rank with a log is allowed.
-        num_workers = reader.snapshot().num_workers
-        if worker < 0 or (worker >= num_workers > 0 and not LogReader(reader.store, worker_log(worker)).read()):
-            workers = format_count(num_workers, "worker")
-            raise UsageError(f"--worker is {worker}, and run {run!r} has {workers}, counted from 0.")
+        _check_worker(reader, worker)
 
     # With --follow, lines are printed as they come; otherwise all together as the text of the result.
     printed_lines: list[str] = []
@@ -240,14 +237,28 @@ def logs(
         show(reader.snapshot())
     text = "" if follow else "\n".join(printed_lines)
     if not printed_lines:
-        # Lines may still come, unless the run is over and had workers.
-        snapshot = reader.snapshot()
-        text = "There is nothing yet." if follow or snapshot.over else "There is nothing yet; --follow waits for it."
-        if log_readers and snapshot.over and snapshot.num_workers:
-            titles = [process.replace("-", " ") for process in processes]
-            have = "has" if len(titles) == 1 else "have"
-            text = f"{' and '.join(titles)} {have} printed nothing, and the run is over."
+        text = _why_no_lines(reader.snapshot(), processes, follow=follow)
     return CommandResult(text, {"run": run, "lines": printed_lines})
+
+
+def _check_worker(reader: RunReader, worker: int) -> None:
+    """Raise UsageError if the run that ``reader`` reads has no such worker, and never had one."""
+    from raytrain.runs.logs import LogReader, worker_log
+
+    # An earlier attempt may have had more workers: a rank with a log is allowed.
+    num_workers = reader.snapshot().num_workers
+    if worker < 0 or (worker >= num_workers > 0 and not LogReader(reader.store, worker_log(worker)).read()):
+        workers = format_count(num_workers, "worker")
+        raise UsageError(f"--worker is {worker}, and run {reader.name!r} has {workers}, counted from 0.")
+
+
+def _why_no_lines(snapshot: Snapshot, processes: Sequence[str], *, follow: bool) -> str:
+    """Return the sentence in place of lines: the ``processes``, if any are shown, have printed none, or none yet."""
+    if processes and snapshot.over and snapshot.num_workers:
+        titles = [process.replace("-", " ") for process in processes]
+        have = "has" if len(titles) == 1 else "have"
+        return f"{' and '.join(titles)} {have} printed nothing, and the run is over."
+    return "There is nothing yet." if follow or snapshot.over else "There is nothing yet; --follow waits for it."
 
 
 def watch(
