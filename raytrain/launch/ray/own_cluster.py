@@ -62,6 +62,9 @@ _CLUSTER_VARIABLES = {
     # The first processes wait until the fork server has imported what they need.
     "RAY_worker_register_timeout_seconds": "180",
     "RAY_prestart_worker_first_driver": "0",  # otherwise the driver waits for these processes
+    # Ray Serve kills its process for HTTP that is not ready after three times so many seconds, by default 5. On a busy
+    # machine, its imports take longer.
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
 }
 
 TOO_SLOW = "timed out during startup"  # Ray gives its processes 30 s, which can be too little on a busy machine
