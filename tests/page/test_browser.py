@@ -29,6 +29,7 @@ from raytrain.runs.documents import (
     MACHINE_HISTORY,
     STATUS,
     STOP_REQUEST,
+    SUMMARY,
     SUSPICIOUS_LABELS,
     SWEEP,
     read_json,
@@ -489,6 +490,25 @@ def test_the_home_counts_the_one_trial_of_a_sweep_that_has_begun(visit: Visit, t
     write_json(run_store(str(tmp_path), "rates"), SWEEP, {"vary": ["seed=1,2"], "points": [{"seed": 1}, {"seed": 2}]})
     with HomeRuns(str(tmp_path)) as runs, PageServer(runs, 0) as server:
         expect(visit(server.url).locator(".home tbody .about")).to_have_text("1 run")
+
+
+def test_the_home_shows_the_state_and_the_time_of_a_sweep_and_not_of_its_best_trial(
+    visit: Visit, tmp_path: Path
+) -> None:
+    sweep = store_run(tmp_path, "rates", [], status="stopped")
+    write_json(sweep, SWEEP, {"vary": ["seed=1,2"], "points": [{"seed": 1}, {"seed": 2}]})
+    write_json(sweep, SUMMARY, {"seconds": 372.9})
+    for name, accuracy, status, seconds in (("rates-00", 0.9, "finished", 81.9), ("rates-01", 0.5, "stopped", 286.0)):
+        store = store_run(tmp_path, name, [evaluation_row(1, accuracy=accuracy)], status=status)
+        write_json(store, SUMMARY, {"best_value": accuracy, "seconds": seconds})
+    with HomeRuns(str(tmp_path)) as runs, PageServer(runs, 0) as server:
+        page = visit(server.url)
+        line = page.locator(".home tbody tr")
+        expect(line.locator(".pill")).to_have_text("stopped")
+        expect(line.locator("td.time")).to_have_text("6 min 12 s")  # as the terminal cuts it off
+        expect(line.locator("td.accuracy")).to_have_text("90.0 %")
+        line.get_by_role("button").click()
+        expect(page.locator(".home td.time")).to_have_text(["6 min 12 s", "1 min 21 s", "4 min 46 s"])
 
 
 @pytest.mark.parametrize("width", [1440, 1024, 390])

@@ -70,7 +70,7 @@ export function formatDollars(dollars) {
 /** As in 4 s, 12 min 5 s, 3 h 20 min. */
 export function formatDuration(seconds) {
   if (seconds == null) return UNKNOWN;
-  const s = Math.round(seconds);
+  const s = Math.floor(seconds + 1e-6); // as a clock shows it, and the terminal; a tick of an axis may be 59.9999999
   if (s < 60) return `${s} s`;
   if (s < 3600) return `${Math.floor(s / 60)} min ${s % 60} s`;
   if (s < 86400) return `${Math.floor(s / 3600)} h ${Math.floor((s % 3600) / 60)} min`;

@@ -79,12 +79,13 @@ export class Home {
     const words = this.search.value.toLowerCase().split(/\s+/).filter(Boolean);
     const found = this.runs.filter((run) => words.every((word) => searchable(run).includes(word)));
 
-    // A sweep is one line, which stands where its best run does; a search shows the runs themselves.
+    // A sweep is one line, with what its best run has reached; a search shows the runs themselves.
     const groups = new Map();
     if (!words.length) for (const run of found) if (run.group) groups.set(run.group, [...(groups.get(run.group) ?? []), run]);
     const leaders = new Map([...groups].map(([name, runs]) => [runs.reduce((a, b) => ((score(b) ?? -Infinity) > (score(a) ?? -Infinity) ? b : a)), name]));
-    const single = found.filter((run) => leaders.has(run) || (!groups.has(run.group) && !groups.has(run.name)));
-    const lines = this.sorted(single).flatMap((run) => (leaders.has(run) ? this.group(leaders.get(run), run, groups.get(run.group)) : [this.row(run)]));
+    const single = found.filter((run) => !groups.has(run.group) && !groups.has(run.name));
+    const sweeps = [...leaders].map(([best, name]) => this.sweep(name, best, groups.get(name)));
+    const lines = this.sorted([...single, ...sweeps]).flatMap((run) => (run.runs ? this.group(run) : [this.row(run)]));
     fill(this.body, ...lines);
   }
 
@@ -119,9 +120,17 @@ export class Home {
     });
   }
 
+  /** What a line says of a sweep: what its `best` run has reached, but its own state, time and cost, as runs overlap. */
+  sweep(name, best, runs) {
+    const { status, step, num_steps, seconds, dollars, heartbeat_at } = this.runs.find((run) => run.name === name);
+    const training = runs.some((run) => run.status === "running" || run.status === "starting");
+    const own = { name, step, num_steps, seconds, dollars, heartbeat_at, status: training ? "running" : status };
+    return { ...best, ...own, note: null, tags: [], problems: [], best, runs };
+  }
+
   /** A line for all runs of a sweep and, if it is opened, one for each. */
-  group(name, best, runs) {
-    const training = runs.some(({ status }) => status === "running" || status === "starting");
+  group(sweep) {
+    const { name, best, runs } = sweep;
     const open = this.opened.has(name);
     const toggle = () => {
       open ? this.opened.delete(name) : this.opened.add(name);
@@ -130,8 +139,7 @@ export class Home {
     };
     const button = el("button", { type: "button", class: "quiet toggle", "data-group": name, "aria-expanded": String(open), "aria-label": `runs of ${name}`, click: toggle }, open ? "▾" : "▸");
     const about = `${runs.length === 1 ? "1 run" : `${runs.length} runs`}${score(best) === null ? "" : `, best ${best.name}`}`;
-    const dollars = this.runs.find((run) => run.name === name)?.dollars; // of the sweep: those of its trials overlap
-    const line = this.row({ ...best, name, dollars, note: null, tags: [], problems: [], status: training ? "running" : best.status }, { choice: button, about });
+    const line = this.row(sweep, { choice: button, about });
     return [line, ...(open ? this.sorted(runs).map((run) => this.row(run, { member: true })) : [])];
   }
 
