@@ -28,8 +28,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
-from torch.distributed.elastic.rendezvous import RendezvousParameters
-from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from raytrain.config.user_code import describe, trace_of
 from raytrain.errors import RaytrainError
@@ -105,21 +104,46 @@ def _adopt_orphans() -> None:
         ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1)
 
 
+class _OnlyAgent(RendezvousHandler):
+    """The meeting of the agents of a run that has one.
+
+    torch's own listens on all interfaces of this machine, or polls a file; and for each of its log messages it looks
+    through all imported modules for its caller, which takes a quarter of a second of a core before the first step.
+    """
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Return this agent's place: the only one, with a store that no other process needs."""
+        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo.build(0, store, "localhost"))
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None: ...
+
+    def shutdown(self) -> bool:
+        return True
+
+    def get_backend(self) -> str:
+        return "only"
+
+    def get_run_id(self) -> str:
+        return "run"
+
+
 class _Agent(LocalElasticAgent):
     """Starts the workers of a run, and starts them again if one fails, up to ``--max-failures`` times."""
 
     def __init__(self, spec: RunSpec, inputs: WorkerInputs) -> None:
         # torch writes files about exceptions of workers, and leaves them behind; this folder is removed.
         tempfile.tempdir = inputs.folder
-        # The workers meet in a file: a TCPStore would listen on all interfaces of this machine. Without this variable,
-        # torch makes one nevertheless, and warns on the terminal if it cannot look up a hostname.
-        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-        store = f"{inputs.folder}/agent"
-        parameters = RendezvousParameters("c10d", store, "run", 1, 1, store_type="file", local_addr="localhost")
         worker_spec = WorkerSpec(
             role="worker",
             local_world_size=inputs.num_workers,
-            rdzv_handler=get_rendezvous_handler(parameters),
+            rdzv_handler=_OnlyAgent(),
             entrypoint=work,
             args=(spec, inputs),
             max_restarts=spec.config.max_failures,
