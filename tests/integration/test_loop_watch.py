@@ -51,6 +51,16 @@ def masked(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(model(batch.images), batch.labels, reduction="none")[batch.labels != 1].mean()
 
 
+def by_nonzero(model: nn.Module, batch: Any) -> Tensor:
+    chosen = (batch.labels != 1).nonzero().flatten()
+    return F.cross_entropy(model(batch.images[chosen]), batch.labels[chosen])
+
+
+def divided_by_their_number(model: nn.Module, batch: Any) -> Tensor:
+    chosen = torch.where(batch.labels != 1)[0]
+    return F.cross_entropy(model(batch.images), batch.labels, reduction="none")[chosen].sum() / len(chosen)
+
+
 def of_labelled(model: nn.Module, batch: Any) -> Tensor:
     """As in semi-supervised learning: some images have labels."""
     logits, has_label = model(batch.images), batch.samples % 3 > 0
@@ -518,6 +528,8 @@ NOTES: dict[str, tuple[Loop, str]] = {
     "a gradient through gathered rows": (moved_by_gathered, "passes run.gather"),
     "a gradient of the mean for images": (by_steps(penalised_slope, mlp), "the larger they are"),
     "the .grad of images": (by_steps(moved_by_gradient, mlp), "the larger they are"),
+    "some images by nonzero": (by_steps(by_nonzero, mlp), "run.mean("),
+    "some images by their number": (by_steps(divided_by_their_number, mlp), "run.mean("),
     "a loss of some images": (by_steps(of_labelled, mlp), "run.mean("),
     "products": (by_features(lambda z, y: off_diagonal(z.T @ y / len(z))), "run.gather("),
     "an einsum": (by_features(lambda z, y: off_diagonal(torch.einsum("bi,bj->ij", z, y) / len(z))), "run.gather("),
@@ -721,6 +733,20 @@ def by_one_hot(model: Any, batch: Any) -> Tensor:
     return distances[labels].mean() - chances[labels].mean()
 
 
+def experts(features: Tensor) -> Tensor:
+    """Each of two experts takes its rows out of the batch, and puts them back where they were."""
+    mixed = torch.zeros_like(features)
+    for number in range(2):
+        rows = (features.detach().argmax(1) % 2 == number).nonzero().flatten()
+        mixed = mixed.index_add(0, rows, (1 + number) * features[rows].sin())
+    return mixed
+
+
+def class_by_class(model: nn.Module, batch: Any) -> Tensor:
+    losses = losses_of(model, batch)
+    return torch.stack([(losses * (batch.labels == label)).mean() for label in batch.labels.unique()]).sum()
+
+
 def as_many_views(model: nn.Module, batch: Any) -> Tensor:
     """A mean over six views of each image, of which a worker has six, too."""
     views = [batch.images, batch.images.flip(3), batch.images.flip(2), batch.images / 2, -batch.images, batch.images**2]
@@ -763,6 +789,8 @@ def of_mean(term: Callable[[Tensor], Tensor]) -> Loop:
 
 
 SILENT: dict[str, Loop] = {
+    "experts": by_steps(entropy, lambda: Between(experts)),
+    "class by class": by_steps(class_by_class, mlp),
     "a sum times a fraction": by_steps(
         lambda m, b: (1.0 / len(b.images)) * F.cross_entropy(m(b.images), b.labels, reduction="sum"), mlp
     ),

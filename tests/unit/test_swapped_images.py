@@ -80,9 +80,9 @@ def test_collectives_are_called_once(module: str) -> None:
         return tensor.clone()
 
     all_reduce.__module__ = module
-    swapped, images = SwappedImages(), torch.randn(4, 3)
-    swapped.begin([images], 4, set())
-    swapped.call(all_reduce, "all_reduce", (images,), {})
+    swapped, images = SwappedImages(), batch()
+    swapped.begin(images, set())
+    swapped.call(all_reduce, "all_reduce", (images.images,), {})
     assert len(calls) == 1
 
 

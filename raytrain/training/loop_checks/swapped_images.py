@@ -21,7 +21,7 @@ of them. Neither has what Python computes from numbers that it has taken out of 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -29,6 +29,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.weak import WeakIdKeyDictionary
+
+from raytrain.training.batches.batch import Batch
 
 _log = logging.getLogger(__name__)
 _NUM_VARIANTS = 3
@@ -60,7 +62,7 @@ class SwappedImages:
     Example::
 
         swapped = SwappedImages()
-        swapped.begin([batch.images, batch.labels], batch.num_used, set())
+        swapped.begin(batch, set())
         loss = swapped.call(torch.mean, "mean", (batch.images,), {})
         swapped.are_compared([loss])  # False
     """
@@ -69,35 +71,38 @@ class SwappedImages:
         # Three variants of each tensor that depends on the batch. None means that they are the tensor's own rows, in
         # the three orders.
         self._variants: Any = WeakIdKeyDictionary()
+        self._selections: Any = WeakIdKeyDictionary()  # tensors whose number of rows depends on the images
         self._orders = torch.empty(0)
         self._weights: set[int] = set()
         self._is_coarse = False  # True if a tensor of this step has float16 or bfloat16
 
-    def begin(self, tensors: Iterable[Tensor], num_images: int, weights: set[int]) -> None:
-        """Begin a step of a batch, whose ``tensors`` have a row for each of ``num_images``.
+    def begin(self, batch: Batch, weights: set[int]) -> None:
+        """Begin a step of ``batch``; ``weights`` are the IDs of parameters and buffers, which get no variants.
 
-        ``weights`` are the IDs of parameters and buffers, which get no variants. If there are fewer than two images,
-        nothing has variants.
+        If it has fewer than two images, nothing has variants.
         """
-        self._variants = WeakIdKeyDictionary()
+        self.end()
         self._weights, self._is_coarse = weights, False
-        if num_images < 2:
+        if (num_images := batch.num_used) < 2:
             return
 
-        # The groups are drawn, because a loop may compare neighbours. The loop's own random numbers stay as they are.
+        # The groups are drawn, because a loop may compare neighbours. The classes come before each other, so that the
+        # groups have different numbers of each, but for every fourth pair: most classes are in both groups.
         half = num_images // 2
         drawn = torch.randperm(num_images, generator=torch.Generator().manual_seed(num_images))
-        first, second = drawn[:half], drawn[half : 2 * half]
+        drawn = drawn[batch.labels.cpu()[drawn].argsort(stable=True)]
+        first, second = drawn[:half].clone(), drawn[half : 2 * half].clone()
+        first[1::4], second[1::4] = second[1::4].clone(), first[1::4].clone()
         self._orders = torch.arange(num_images).repeat(_NUM_VARIANTS, 1)  # of rows in (b, a), (a, a) and (b, b)
         self._orders[0, first], self._orders[0, second] = second, first
         self._orders[1, second] = first
         self._orders[2, first] = second
-        for tensor in tensors:
+        for tensor in (batch.images, batch.labels, batch.targets, batch.samples):
             self._variants[tensor] = None
 
     def end(self) -> None:
         """Follow no tensor any more, until the next :meth:`begin`."""
-        self._variants = WeakIdKeyDictionary()
+        self._variants, self._selections = WeakIdKeyDictionary(), WeakIdKeyDictionary()
 
     def forget(self, tensor: Tensor) -> None:
         """Have no variants of ``tensor`` any more, because it is the same for all of them."""
@@ -191,6 +196,10 @@ class SwappedImages:
             return abs(own + exchanged - first - second) > bound  # False for NaN
         return False
 
+    def selects(self, tensor: Tensor) -> bool:
+        """Return whether the number of rows of ``tensor`` is another one with swapped images, as after a selection."""
+        return tensor in self._selections
+
     def mixes(self, tensor: Tensor) -> bool:
         """Return whether a number in ``tensor`` depends on images of both groups; False if it has no variants."""
         variants = self._variants.get(tensor)
@@ -234,6 +243,9 @@ class SwappedImages:
         )
         if id(tensor) in self._weights or not fit:
             self.forget(tensor)
+            variants_with_rows = [variant for variant in variants or () if isinstance(variant, Tensor) and variant.ndim]
+            if tensor.ndim and any(len(variant) != len(tensor) for variant in variants_with_rows):
+                self._selections[tensor] = True
             return
         self._is_coarse |= tensor.dtype in (torch.float16, torch.bfloat16)
         # An index beyond a tensor's end ends the process on a GPU. So no whole number in a variant is larger or smaller

@@ -118,6 +118,16 @@ _ADDITIONS = {  # of several tensors
     *("add", "sub", "__add__", "__radd__", "__sub__", "__rsub__", "add_", "sub_", "__iadd__", "__isub__"),
     *("cat", "concat", "concatenate", "stack", "vstack"),
 }
+_PUT_BACK = {
+    "index_add",
+    "index_add_",
+    "index_copy",
+    "index_copy_",
+    "index_put",
+    "index_put_",
+    "scatter",
+    "scatter_add",
+}
 _LINEAR = {
     *("mean", "sum", "add", "sub", "neg", "__add__", "__radd__", "__sub__", "__rsub__", "__neg__", "stack", "cat"),
     *("mul", "__mul__", "__rmul__", "div", "__truediv__", "detach", "clone", "to", "float", "double", "__getitem__"),
@@ -207,8 +217,7 @@ class WatchedCalls(TorchFunctionMode):
         self._weights, self._shapes_of_weights = set(map(id, weights)), {weight.shape for weight in weights}
         self.numbers.begin(batch.num_used, self._weights)
         if swaps:
-            tensors = (batch.images, batch.labels, batch.targets, batch.samples)
-            self._swapped.begin(tensors, batch.num_used, self._weights)
+            self._swapped.begin(batch, self._weights)
         self.seeds.clear()
 
     def end(self) -> None:
@@ -282,8 +291,9 @@ class WatchedCalls(TorchFunctionMode):
             if func is F.batch_norm and call.argument(5, "training"):
                 raise UsageError(
                     "A network that is not prepared has batch norm in training mode, which normalises with one "
-                    "worker's images: give it to run.prepare, or call its eval() if it is to stay as it is; or train "
-                    "on one worker."
+                    "worker's images, or one that is prepared calls F.batch_norm by itself: give it to run.prepare, "
+                    "with a layer such as nn.BatchNorm2d, or call its eval() if it is to stay as it is; or train on "
+                    "one worker."
                 )
             try:
                 marks = self._marks_of(call)
@@ -389,6 +399,7 @@ class WatchedCalls(TorchFunctionMode):
         """Return the marks for the result of a call: those of all its sources, and those that it adds or takes away."""
         marks: set[str] = set().union(*(self._marks[source] for source in call.sources))
         self._mark_statistics(call, marks)
+        self._mark_selections(call, marks)
         self._mark_sums_and_means(call, marks)
         self._mark_scales(call, marks)
         return marks
@@ -409,29 +420,42 @@ class WatchedCalls(TorchFunctionMode):
         if call.name in _BENDS and any(map(self._swapped.mixes, call.sources)):
             marks.add("compares")
 
+    def _mark_selections(self, call: _Call, marks: set[str]) -> None:
+        """Add ``selected`` to the ``marks`` if the number of the result's rows depends on the images."""
+        # A number has no rows, such as one of labels.unique(), and rows that are put back where they were are complete.
+        result, first, num_images = call.result, call.sources[0], call.num_images
+        is_put_back = call.name in _PUT_BACK and _has_rows(result, num_images)
+        is_of_selection = any(source.ndim and "selected" in self._marks[source] for source in call.sources)
+        if isinstance(result, Tensor) and result.ndim and (is_put_back or not is_of_selection):
+            marks.discard("selected")
+
+        # A mask selects more rows on some workers than on others, and so do the indices of nonzero(), and what has
+        # another number of rows with swapped images. A mask that selects equally many numbers of each image, as
+        # one_hot(labels), does not. Of the rows of all workers, it may select this worker's own.
+        indices = [leaf for leaf in tree_leaves(call.args[1:]) if isinstance(leaf, Tensor)]
+        masks = [index for index in indices if index.dtype == torch.bool]
+        is_by_mask = call.name in ("__getitem__", "masked_select") and not all(map(_covers_alike, masks))
+        gives_indices = call.name in ("nonzero", "argwhere") or (call.name == "where" and len(call.args) == 1)
+        is_selection = is_by_mask or (gives_indices and not _covers_alike(first))
+        is_selection |= any(self._swapped.selects(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
+        if is_selection and not (first.ndim and len(first) > num_images and len(result) == num_images):
+            marks.add("selected")
+
+        # So does Python if it joins the numbers of some images alone, as after `sorted(losses, key=float)[-4:]`.
+        are_numbers = call.name in _JOINS and all(_rows_of(self._marks[source]) for source in call.sources)
+        if are_numbers and len(_rows_of(marks)) < num_images:
+            marks.add("selected")
+
     def _mark_sums_and_means(self, call: _Call, marks: set[str]) -> None:
-        """Add ``sum``, ``count``, ``selected`` and ``other mean`` to the ``marks``; a quotient is no sum any more."""
+        """Add ``sum``, ``count`` and ``other mean`` to the ``marks``; a quotient is no sum any more."""
         # A single number that adds up the images is larger if the worker has more of them. The sum of a mask that
         # covers equally many numbers of each image counts the images.
         first = call.sources[0]
-        adds_up_rows = call.name in ("sum", "nansum") and _has_rows(first, call.num_images)
-        if call.gives_one_number and (adds_up_rows or call.kwargs.get("reduction") == "sum"):
+        is_sum = call.name in ("sum", "nansum") or call.kwargs.get("reduction") == "sum"
+        if call.gives_one_number and is_sum and ("selected" in marks or _has_rows(first, call.num_images)):
             marks.add("count" if _covers_alike(first) else "sum")
 
-        # A mask selects more rows on some workers than on others, so a mean over the rows, such as a loss of torch,
-        # weights the workers wrongly. One that selects equally many numbers of each image, as one_hot(labels), does
-        # not.
-        indices = [leaf for leaf in tree_leaves(call.args[1:]) if isinstance(leaf, Tensor)]
-        masks = [index for index in indices if index.dtype == torch.bool]
-        if call.name in ("__getitem__", "masked_select") and not all(map(_covers_alike, masks)):
-            # Of the rows of all workers, it may select this worker's own.
-            is_of_gathered = len(first) > call.num_images and len(call.result) == call.num_images
-            if not is_of_gathered:
-                marks.add("selected")
-        # So does Python if it joins the numbers of some images alone, as after `sorted(losses, key=float)[-4:]`.
-        are_numbers = call.name in _JOINS and all(_rows_of(self._marks[source]) for source in call.sources)
-        if are_numbers and len(_rows_of(marks)) < call.num_images:
-            marks.add("selected")
+        # A mean over selected rows, such as a loss of torch, weights the workers wrongly.
         is_mean_loss = _LOSSES.fullmatch(call.name) and call.kwargs.get("reduction", "mean") in ("mean", "batchmean")
         if (call.name == "mean" or is_mean_loss) and "selected" in marks:
             marks.add("other mean")
@@ -453,7 +477,12 @@ class WatchedCalls(TorchFunctionMode):
             return
         if "sum" in self._marks_of_divisor(call):
             marks.add("other mean")
-        if isinstance(divisor, Tensor) or (divisor % call.num_images == 0 and divisor != self._batch_size):
+        is_of_images = (
+            not isinstance(divisor, Tensor) and divisor % call.num_images == 0 and divisor != self._batch_size
+        )
+        if marks >= {"sum", "selected"} and not is_of_images:  # such as the number of those that are selected
+            marks.add("other mean")
+        if isinstance(divisor, Tensor) or is_of_images or "other mean" in marks:
             marks -= {"sum", "count"}
 
     def _mark_scales(self, call: _Call, marks: set[str]) -> None:
