@@ -150,4 +150,4 @@ def test_a_shard_that_unpacks_to_far_more_than_its_size_costs_its_images(packed:
     replace_shard(packed, data)
     assert reasons(packed) == {"its shard is damaged; pack the images again"}
     replace_shard(packed, encode_shard(manifest, [b"x"] * 9))
-    assert reasons(packed) == {"the file is not an image that can be read"}
+    assert reasons(packed) == {"the file is text, such as an error of a server or a path"}

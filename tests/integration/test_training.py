@@ -215,7 +215,7 @@ def test_images_that_cannot_be_read_are_skipped_and_listed(
     lines = (tmp_path / "answers.csv").read_text().splitlines()
     assert lines[0] == '"key","label","score","label_2","score_2","error"' and len(lines) == 93
     assert [line for line in lines if "words.jpg" in line] == [
-        '"red/words.jpg",,,,,"the file is not an image that can be read"'
+        '"red/words.jpg",,,,,"the file is text, such as an error of a server or a path"'
     ]
     measured = raytrain.evaluate("run", s3_url, storage=str(tmp_path), trust=True)
     assert (measured.images, measured.skipped) == (90, 2)

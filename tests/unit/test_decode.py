@@ -338,7 +338,8 @@ def test_a_large_image_is_scaled_to_the_shape(format: str) -> None:
     ("data", "reason"),
     [
         (b"", "the file is empty"),
-        (b"this is no image", "not an image that can be read"),
+        (b"this is no image", "the file is text, such as an error of a server or a path"),
+        (b"P5 16 16 255\n" + bytes(range(256)), "not an image that can be read"),
         (b"<!DOCTYPE html><html></html>", "the file is text, such as a page of a web server"),
         (
             b"\x1f\x8b\x08\0" + bytes(30),
@@ -355,7 +356,7 @@ def test_a_large_image_is_scaled_to_the_shape(format: str) -> None:
         (encoded(photo(), "TIFF"), "the file is TIFF, which is not read"),
         (b"\0\0\0\x18ftypheic" + bytes(40), "the file is HEIC"),
         (b"version https://git-lfs.github.com/spec/v1\noid", "a pointer of Git LFS"),
-        (encoded(photo(), "EPS"), "not an image that can be read"),  # Pillow would start another program.
+        (encoded(photo(), "EPS"), "the file is text"),  # Pillow would start another program.
     ],
 )
 def test_files_that_are_not_images_are_refused(data: bytes, reason: str) -> None:

@@ -570,7 +570,10 @@ def test_an_archived_object_is_a_bad_image_and_not_the_end() -> None:
     )
     with scripted_s3(answer) as (url, _):
         _, bad = ImageReader(scripted(url), ImageShape(4, 4, 3)).read(images)
-    assert bad == {0: "the file is not an image that can be read", 1: "the object is archived; restore it first"}
+    assert bad == {
+        0: "the file is text, such as an error of a server or a path",
+        1: "the object is archived; restore it first",
+    }
 
 
 @pytest.mark.not_quick

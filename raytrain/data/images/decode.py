@@ -58,6 +58,7 @@ _PNG_DEPTH = 24  # its position in a PNG, before the type of colour
 _PNG_GREY, _PNG_RGB = 0, 2  # types of colour
 _LOW_BYTES = "RGB;16L"  # Pillow's name of colours of 16 bits whose low bytes come first
 _PNG_TEXT = (b"tEXt", b"zTXt", b"iTXt", b"iCCP")
+_LOOKED_AT_BYTES = 256  # to tell whether a file is text
 _SMALL_TEXT_BYTES = 1000  # compressed, of which at most 1 MiB can come
 _TRANSPOSED = {
     2: "FLIP_LEFT_RIGHT",
@@ -317,10 +318,19 @@ def _opened(data: bytes) -> Iterator[Any]:
             kind = _NOT_READ.format("DICOM")
         else:
             kinds = (kind for start, kind in _OTHER_FILES.items() if data.lstrip().startswith(start))
-            kind = next(kinds, "not an image that can be read" if any(data) else "nothing but zeros")
+            kind = next(kinds, _kind_of_content(data))
         raise BadImage(f"the file is {kind}") from None
     except Exception as error:  # Pillow's decoders raise all kinds of exceptions for damaged files
         raise BadImage(f"the image cannot be decoded: {str(error) or type(error).__name__}") from None
+
+
+def _kind_of_content(data: bytes) -> str:
+    """Return what a file is that begins like no format. A text is not shown: it may be a file of somebody's keys."""
+    if not any(data):
+        return "nothing but zeros"
+    start = data[:_LOOKED_AT_BYTES]
+    is_text = start.isascii() and all(chr(byte).isprintable() or chr(byte).isspace() for byte in start)
+    return "text, such as an error of a server or a path" if is_text else "not an image that can be read"
 
 
 def _open_jpeg(data: bytes) -> Any:
