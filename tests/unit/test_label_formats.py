@@ -172,6 +172,11 @@ def test_names_of_classes_beside_a_table_are_the_labels(names: Any, table: Any, 
     assert read(tmp_path, "labels.json", json.dumps({**names, **table})) == {"a.jpg": "cat", "b.jpg": "dog"}
 
 
+def test_images_beside_names_of_classes_may_lack_their_suffixes(tmp_path: Path) -> None:
+    document = {"classes": ["dog", "cat"], "labels": {"000001": 1, "000002": 0}}  # as FiftyOne writes it
+    assert read(tmp_path, "labels.json", json.dumps(document)) == {"000001": "cat", "000002": "dog"}
+
+
 def test_names_of_classes_are_those_of_several_labels_and_of_the_column_that_is_named(tmp_path: Path) -> None:
     several = {**NAMES[0], "data": [{"path": "a.jpg", "label": [0, 1]}, {"path": "b.jpg", "label": None}]}
     assert read(tmp_path, "a.json", json.dumps(several), separator=",") == {"a.jpg": f"cat{JOINED}dog", "b.jpg": ""}

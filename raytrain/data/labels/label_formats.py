@@ -280,6 +280,11 @@ def _split_class_names(document: Any) -> tuple[Any, dict[str, str]]:
     has_table = any(_is_list_of(value, (dict, list)) or _is_by_image(value) for value in rest.values())
     has_tables_of_parts = bool(rest) and all(map(is_part, rest))
     name = next((name for name in _CLASS_NAMES if isinstance(document.get(name), (dict, list))), None)
+    if not (has_table or has_tables_of_parts):
+        # FiftyOne writes {"classes": […], "labels": {"0001": 1}}, with names of images without their suffixes.
+        objects = [value for value in rest.values() if isinstance(value, dict)]
+        has_table = len(objects) == 1 and all(isinstance(label, str) for label in objects[0].values())
+        rest = objects[0] if has_table else rest
     if name is None or not (has_table or has_tables_of_parts):
         return document, {}
 
