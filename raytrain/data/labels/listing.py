@@ -18,24 +18,10 @@ from raytrain.storage.store import Store, StoredObject
 SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".gif")
 _OTHER_FORMATS = (".tif", ".tiff", ".heic", ".heif", ".avif", ".jp2", ".jxl", ".svg", ".ppm", ".pgm", ".dng", ".dcm")
 """Formats of images that are not read."""
-_ARRAYS = [
-    ".mds",
-    ".tfrecord",
-    ".array_record",
-    ".rec",
-    ".idx",
-    "-ubyte",
-    ".npz",
-    ".npy",
-    ".h5",
-    ".hdf5",
-    ".mat",
-    ".pkl",
-    ".pickle",
-    ".mdb",
-    ".lmdb",
-    ".beton",
-]
+_ARRAYS = (
+    *(".mds", ".tfrecord", ".array_record", ".rec", ".idx", "-ubyte", ".npz", ".npy", ".h5", ".hdf5", ".mat", ".pkl"),
+    *(".pickle", ".mdb", ".lmdb", ".beton"),
+)
 _CONTAINERS = {
     **dict.fromkeys((".zip", ".gz", ".xz", ".bz2", ".zst", ".lz4", ".rar", ".7z"), "unpack it and give the folder"),
     ".tgz": "pack it with `raytrain pack`, or unpack it and give the folder",
