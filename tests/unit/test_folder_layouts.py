@@ -333,6 +333,25 @@ def test_class_folders_beside_masks_are_to_be_given_by_themselves(tmp_path: Path
         opened(tmp_path / "a")
 
 
+def test_a_copy_of_the_classes_in_a_folder_beside_them_is_no_class(tmp_path: Path) -> None:
+    tree(tmp_path / "a", "no", "yes", "brain_tumor_dataset/no", "brain_tumor_dataset/yes")
+    with pytest.raises(UsageError, match=r"a contains no, yes and a folder brain_tumor_dataset/ with .*; give --data"):
+        opened(tmp_path / "a")
+    opened(tree(tmp_path / "b", "cat", "dog", "dog/cat", "wolf"))  # one folder of the same name may be chance
+
+
+def test_masks_in_each_class_are_no_images_of_it(tmp_path: Path) -> None:
+    tree(tmp_path / "a", "covid/images", "covid/masks", "normal/images", "normal/masks")
+    with pytest.raises(UsageError, match=r"The class folders covid, normal of .* contain images, masks, which would"):
+        opened(tmp_path / "a")
+    assert counts(opened(tree(tmp_path / "b", "covid/images", "normal/images"))) == {"covid": (3, 1), "normal": (3, 1)}
+
+
+def test_images_of_packages_in_a_project_are_no_class(tmp_path: Path) -> None:
+    tree(tmp_path / "a", "cat", "dog", ".venv/lib/x", "venv/lib/python3.12/site-packages/x", "page/node_modules/x/y")
+    assert counts(opened(tmp_path / "a")) == {"cat": (3, 1), "dog": (3, 1)}
+
+
 def test_sentences_name_the_folders_that_all_images_share_and_each_part(tmp_path: Path) -> None:
     for part in ("train", "valid", "test"):
         tree(tmp_path / "a" / "archive" / part, "images", count=2)
@@ -353,8 +372,8 @@ def test_a_folder_of_training_images_as_test_images_is_told(tmp_path: Path, capl
     data = tree(tmp_path / "a", "cat", "dog")
     opened(data, data)
     assert "images are trained on, too, as --test-data is the folder of --data" in caplog.text
-    opened(tree(data, "held/cat", "held/dog"), data / "held")  # held/ is a class of the training images
-    assert "8 of 8 test images are trained on, too, as --test-data is within --data" in caplog.text
+    opened(tree(data, "held/cat"), data / "held")  # held/ is a class of the training images
+    assert "4 of 4 test images are trained on, too, as --test-data is within --data" in caplog.text
 
 
 def test_masks_beside_training_images_are_no_classes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

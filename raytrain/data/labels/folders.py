@@ -41,12 +41,15 @@ BOOLEANS = ("true", "True", "TRUE", "false", "False", "FALSE")
 _log = logging.getLogger("raytrain")
 _STRAY = "images outside of class folders"
 # Folders of these names are probably no classes, but hold the images or masks of a data set, or parts of it.
-_BESIDE_CLASSES = re.compile(r"(jpeg)?images?|masks?|annotations?|labels?|trimaps?|segmentation.*|unlabell?ed|unsup.*")
+_BESIDE_CLASSES = re.compile(
+    r"(jpeg)?images?|jpe?g|png|imgs?|masks?|annotations?|labels?|trimaps?|segmentation.*|unlabell?ed|unsup.*"
+)
 _NUMBERED_PART = re.compile(r"(.*[ _.-])?(k?fold|cv|split|part|batch|chunk|images?)[ _.-]?\d+")
 _MASKS = ("_mask", "_seg", "_segmentation", "_gt")
 _ROW_TABLES = (".csv", ".tsv")
 _MOST_TABLES = 3  # that are opened to see whether they are label files
 _PUNCTUATION = re.compile(r"[\W_]+")
+_COPY = re.compile(r"([ _-]+(copy|kopie|copie|copia)( ?\d+)?)?( ?\(\d+\))?$")  # behind the name of a copied folder
 _DECIMAL = re.compile(r"[+-]?[0-9]{1,15}([.,][0-9]+)?(e[+-]?[0-9]{1,2})?")
 
 
@@ -393,11 +396,23 @@ def _check_repeated(paths: list[tuple[str, ...]], url: str) -> None:
     In site1/cat, site1/dog, site2/cat and site2/dog, either the sites or the animals may be the classes.
     """
     tops = sorted({path[0] for path in paths if path})
+    below_top = {top: {path[1] for path in paths if path[0] == top and len(path) > 1} for top in tops if top}
+    for top, names in below_top.items():
+        if len(names) > 1 and names <= {*tops} - {top}:  # archives hold a data set and a copy of it in a folder
+            raise UsageError(
+                f"{url} contains {first_names(sorted(names))} and a folder {top}/ with folders of the same names, "
+                f"which would become a class; give --data {url}/{top}, or move it to another place."
+            )
     if len(tops) < 2 or any(len(path) < 2 for path in paths):
         return
-    below = [{path[1] for path in paths if path[0] == top} for top in tops]
+    below = list(below_top.values())
     counts = Counter(name for names in below for name in names)
     repeated = sorted(name for name, count in counts.items() if count > 1)
+    if len(counts) > 1 and repeated and all(map(_is_beside_classes, counts)):
+        raise UsageError(
+            f"The class folders {first_names(tops)} of {url} contain {first_names(sorted(counts))}, which would all "
+            "become images of the classes; move all of these but the photographs to another place."
+        )
     if len(counts) > 1 and all(names == below[0] for names in below):
         raise UsageError(
             f"The folders {first_names(tops)} of {url} all contain {first_names(repeated)}, so that "
@@ -466,7 +481,8 @@ def check_classes(present: tuple[str, ...], classes: tuple[str, ...] | None, url
 def report_alike(classes: Sequence[str], url: str) -> None:
     """Log classes that are probably the same: their names differ in nothing that a reader sees, or are equal numbers.
 
-    That is case, punctuation, wide letters and invisible signs, or 1, 01, 1.0 and 1,00.
+    That is case, punctuation, wide letters, invisible signs and what file managers write behind copies; or 1, 01, 1.0
+    and 1,00.
     """
     plain = {name: _plain_name(name) for name in classes}
     counts = Counter(plain.values())
@@ -481,4 +497,4 @@ def _plain_name(name: str) -> str:
     text = "".join(letter for letter in text if unicodedata.category(letter) != "Cf").strip()
     if _DECIMAL.fullmatch(text):
         return repr(float(text.replace(",", ".")))
-    return _PUNCTUATION.sub(" ", text).strip() or name
+    return _PUNCTUATION.sub(" ", _COPY.sub("", text)).strip() or name

@@ -32,7 +32,9 @@ _CONTAINERS = {
     **dict.fromkeys((".mp4", ".avi", ".mov", ".mkv", ".webm"), "write pictures of the videos into class folders"),
     **dict.fromkeys((".nii", ".mha", ".nrrd"), "write the slices of the volumes as PNG files into class folders"),
 }
-_SYSTEM_FOLDERS = frozenset({"__MACOSX", "@eaDir", "$RECYCLE.BIN", "System Volume Information", "lost+found"})
+_SYSTEM_FOLDERS = frozenset(
+    {"__MACOSX", "@eaDir", "$RECYCLE.BIN", "System Volume Information", "lost+found", "site-packages", "node_modules"}
+)
 _SYSTEM_FILES = frozenset({"Thumbs.db", "ehthumbs.db", "desktop.ini", "Icon\r", "_SUCCESS"})
 _POINTER = b"version https://git-lfs.github.com/spec/"
 _POINTER_BYTES = range(120, 141)  # a pointer of Git LFS is 127 to 134 bytes long
