@@ -142,6 +142,7 @@ def test_packing_asks_which_of_three_parts(images: Path, tmp_path: Path) -> None
     ("column", "value"),
     [
         ("partition", lambda number: "012"[number % 3]),
+        ("fold", lambda number: "012"[number % 3]),
         ("remark", lambda number: ["train", "test", *"abcdef"][number % 8]),
     ],
 )
@@ -471,6 +472,7 @@ def test_a_class_that_is_a_link_is_told_like_a_folder(tmp_path: Path, caplog: py
         ("1", "01"),
         ("cat", "cat\u200b"),
         ("1", "1,00"),
+        ("dog", "dog - Copy (2)"),
         ("Ａ1", "a1"),
         ("zero\u200dwidth", "zerowidth"),
     ],

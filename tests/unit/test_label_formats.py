@@ -172,6 +172,12 @@ def test_names_of_classes_beside_a_table_are_the_labels(names: Any, table: Any, 
     assert read(tmp_path, "labels.json", json.dumps({**names, **table})) == {"a.jpg": "cat", "b.jpg": "dog"}
 
 
+def test_images_by_class_may_be_paths_without_suffixes(tmp_path: Path) -> None:
+    document = {"apple_pie": ["apple_pie/1005649", "apple_pie/1011328"], "baklava": ["baklava/1034061"]}  # Food-101's
+    labels = {key: name for name, keys in document.items() for key in keys}
+    assert read(tmp_path, "train.json", json.dumps(document)) == labels
+
+
 def test_images_beside_names_of_classes_may_lack_their_suffixes(tmp_path: Path) -> None:
     document = {"classes": ["dog", "cat"], "labels": {"000001": 1, "000002": 0}}  # as FiftyOne writes it
     assert read(tmp_path, "labels.json", json.dumps(document)) == {"000001": "cat", "000002": "dog"}

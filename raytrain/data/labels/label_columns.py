@@ -40,7 +40,8 @@ MOST_SPLITS = 20  # a column with as many different texts is about something els
 TEXT_TYPES = (pa.string(), pa.large_string(), pa.string_view())
 
 _log = logging.getLogger("raytrain")
-_NAMES_OF_SPLITS = ("subset", "partition", "phase", "usage", "ml_use")  # read only if their values are train and test
+# Read only if their values are train and test.
+_NAMES_OF_SPLITS = frozenset({"subset", "partition", "phase", "usage", "ml_use", "set", "fold", "kfold"})
 _NUMBER = re.compile(r"-?\d+(\.0+)?")
 _CHOICES = re.compile(r'\{"choices":\s*\[(.*)\]\}')
 _ZEROS = re.compile(r"\.0+$")
@@ -132,7 +133,7 @@ def split_column(table: pa.Table, url: str, columns: LabelColumns) -> str | None
 
     # Without such a column, tell whoever meant one to be it that it is not read.
     for name, _ in other_columns:
-        if is_part(name) or name.lower() in _NAMES_OF_SPLITS or name in doubtful:
+        if name != columns.group and (is_part(name) or name.lower() in _NAMES_OF_SPLITS or name in doubtful):
             _log.warning(
                 "The column %r of %s is not read; a column split with train, validation and test would be.", name, url
             )

@@ -342,8 +342,12 @@ def _keyed_records(document: _Record, key_names: Set[str]) -> list[_Record]:
     if all(isinstance(value, dict) for value in values):
         has_keys = all(_is_header(list(record), key_names) for record in values)
         return values if has_keys else [{"key": name, **record} for name, record in document.items()]
-    # Lists of images by class, of which some may be empty; else the label by image.
-    if any(values) and all(isinstance(value, list) and all(map(_is_image, value)) for value in values):
+
+    # Lists of images by class, of which some may be empty, also by paths without suffixes; else the label by image.
+    def is_path(value: object) -> bool:
+        return _is_image(value) or (isinstance(value, str) and "/" in value and not any(map(_is_image, document)))
+
+    if any(values) and all(isinstance(value, list) and all(map(is_path, value)) for value in values):
         return [{"key": key, "label": name} for name, keys in document.items() for key in keys]
     return [{"key": name, "label": label} for name, label in document.items()]
 
