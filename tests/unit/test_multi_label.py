@@ -108,6 +108,12 @@ def test_groups_are_held_out_as_a_whole(images: Path, tmp_path: Path) -> None:
     assert patients[0].isdisjoint(patients[1]) and 6 <= len(data.validation) <= 18
 
 
+def test_a_fraction_of_less_than_an_image_is_refused_without_a_word_of_groups(images: Path, tmp_path: Path) -> None:
+    columns = write_labels(tmp_path / "labels.csv", joined=True)
+    with pytest.raises(UsageError, match="None of 60 images can be held out with --validation-fraction"):
+        opened(images, **columns, validation_fraction=0.001)
+
+
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [

@@ -158,6 +158,11 @@ def _held_out_groups(
 
     # If even the smallest group is too large, there would be no validation images.
     if not chosen.any():
+        if len(names) == len(manifest):  # each image is a group of its own
+            raise UsageError(
+                f"None of {len(names):,} images can be held out with --validation-fraction {fraction}: each is a "
+                "larger part of its classes; raise it, or set --validation-data."
+            )
         raise UsageError(
             f"None of {len(names):,} groups is small enough for --validation-fraction {fraction}: the smallest has "
             f"{int(sizes.min()):,} of {len(manifest):,} images; raise it, or set --validation-data."
