@@ -115,8 +115,11 @@ class Dataset:
         return replace(self, train_store=train_store, validation_store=validation_store, test_store=test_store)
 
     def write(self, run_store: Store) -> None:
-        """Write the manifests into the run's folder, unless they were read from there."""
-        if self.train is not self.stored:
+        """Write the manifests into the run's folder, unless they were read from storage and are in that folder, too.
+
+        A trial of a sweep that resumes has its images from the folder of the sweep, and may never have begun before.
+        """
+        if self.train is not self.stored or not run_store.exists(CLASSES):
             write_manifests(run_store, self.train, self.validation, self.test)
 
 
@@ -140,7 +143,7 @@ def write_manifests(run_store: Store, train: Manifest, validation: Manifest, tes
     run_store.put(IMAGES, json.dumps({**summary, "left_out": count_left_out(*parts)}).encode())
     run_store.put(MANIFEST, train.to_parquet())
     run_store.put(VALIDATION_MANIFEST, validation.to_parquet())
-    run_store.put(CLASSES, json.dumps(list(train.classes)).encode())
+    run_store.put(CLASSES, json.dumps(list(train.classes)).encode())  # comes last: Dataset.write looks for it
 
 
 def open_dataset(config: TrainConfig, run_store: Store | None = None) -> Dataset:

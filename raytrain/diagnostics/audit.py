@@ -62,13 +62,17 @@ class AuditResult:
 def audit(run: str, *, storage: Location = "./runs") -> AuditResult:
     """Compare the trace of a run that was trained with ``--trace`` with the run's batch plan.
 
-    Raises UsageError if there is no such run, or it has no trace, and StorageError if its documents cannot be read.
+    Raises UsageError if there is no such run, or it has no trace or no list of its images, and StorageError if its
+    documents cannot be read.
 
     Example: ``raytrain.audit("first").clean``
     """
     store = open_single_run(os.fspath(storage), run)
     steps, samples = _read_trace(store, run)
-    manifest = Manifest.from_parquet(store.get(MANIFEST))
+    try:
+        manifest = Manifest.from_parquet(store.get(MANIFEST))
+    except FileNotFoundError:
+        raise UsageError(f"Run {run!r} has no list of its images, with which its trace could be compared.") from None
     keys = manifest.keys.to_numpy(zero_copy_only=False).astype(str)
     unreadable = np.isin(keys, [image.key for image in read_skipped(store)])  # (num_samples,)
     plan = training_plan(read_resolved_config(store), manifest)

@@ -181,8 +181,9 @@ def test_a_stop_stops_all_with_checkpoints_and_resume_finishes_them(backend: str
     assert again.status == "finished"
     assert {trial.status for trial in again.trials} == {"finished"}
     for trial in again.trials:
-        told = [row.step for row in documents(tmp_path, trial.name).metrics if row.kind == "step"]
-        assert told == list(range(1, steps + 1))
+        record = documents(tmp_path, trial.name)
+        assert [row.step for row in record.metrics if row.kind == "step"] == list(range(1, steps + 1))
+        assert record.images == documents(tmp_path, "tried").images != {}, "also of one that has begun after the stop"
 
 
 def wait_for_stop_on_two_workers(run: raytrain.Run) -> None:

@@ -81,6 +81,12 @@ def test_a_step_that_a_worker_did_not_trace_is_found(storage: Path) -> None:
     assert audit("run", storage=str(storage)).epochs[0].missing
 
 
+def test_a_run_without_a_list_of_its_images_is_refused(storage: Path) -> None:
+    (storage / "run" / MANIFEST).unlink()
+    with pytest.raises(UsageError, match="has no list of its images"):
+        audit("run", storage=storage)
+
+
 def test_a_run_without_a_trace_is_refused(tmp_path: Path) -> None:
     write_config(open_store(str(tmp_path / "run")), OPTIONS)
     with pytest.raises(UsageError, match="has no trace; train with --trace"):

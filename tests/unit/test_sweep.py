@@ -13,6 +13,7 @@ import pytest
 
 import raytrain
 from raytrain import TrainConfig, UsageError
+from raytrain.data.dataset import open_dataset
 from raytrain.errors import TrainingFailed
 from raytrain.experiments import sweep as sweep_module
 from raytrain.experiments import trial_run
@@ -22,7 +23,18 @@ from raytrain.launch.prepare import TrainRequest
 from raytrain.monitor.monitor import RunMonitor
 from raytrain.monitor.snapshot import View
 from raytrain.monitor.stop_request import StopSignals
-from raytrain.runs.documents import METRICS, SUMMARY, read_config, read_json, run_store, write_config
+from raytrain.runs.documents import (
+    CLASSES,
+    IMAGES,
+    MANIFEST,
+    METRICS,
+    SUMMARY,
+    VALIDATION_MANIFEST,
+    read_config,
+    read_json,
+    run_store,
+    write_config,
+)
 from raytrain.runs.machine_history import MachineUse
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.metrics_history import History
@@ -155,6 +167,19 @@ def test_a_trial_that_cannot_even_start_fails_alone_and_says_why(
         ("failed", "The weights do not fit."),
     ]
     assert result.status == "finished"
+
+
+def test_a_trial_that_begins_once_its_sweep_resumes_has_a_list_of_its_images(images: Path, tmp_path: Path) -> None:
+    config = options(images, tmp_path, mean=(0.5,) * 3, std=(0.2,) * 3)
+    sweep, trial = (run_store(str(tmp_path), name) for name in ("tried", "tried-02"))
+    open_dataset(config, sweep).write(sweep)
+    resumed = open_dataset(config, sweep)  # with the images that the sweep has stored
+    resumed.write(trial)
+    for name in (CLASSES, IMAGES, MANIFEST, VALIDATION_MANIFEST):
+        assert trial.get(name) == sweep.get(name)
+    trial.put(IMAGES, b"{}")
+    resumed.write(trial)
+    assert trial.get(IMAGES) == b"{}", "it is written once"
 
 
 @pytest.mark.not_quick
