@@ -12,9 +12,10 @@ options by then, and only the ones that differ are set. If the learning rate has
 multiplied by the ratio.
 
 Between ``run.prepare`` and its first epoch, a loop sets up what it has prepared: it copies weights from one network to
-another, draws them again, reads rates, as base rates of a schedule of its own, and sets them. On a resume it does so
-again. So until the epochs begin, a group shows the rates and the like that the loop has built it with, and what the
-loop has changed in the meantime gets the state of the checkpoint again when they begin.
+another, draws them again, reparametrises layers, reads rates, as base rates of a schedule of its own, and sets them. On
+a resume it does so again. So until the epochs begin, a group shows the rates and the like that the loop has built it
+with. When they begin, networks, and what else the loop has changed in the meantime, get the state of the checkpoint
+again.
 
 A loop may add groups to an optimizer while it trains, such as layers that learn from the third epoch on. A resume
 prepares the optimizer without them: their state waits until the loop has added them again, before its first step.
@@ -89,6 +90,9 @@ class CheckpointState:
         # Until the epochs begin, the states of all but optimizers, and those of objects of other kinds after loading.
         self._loaded: dict[str, StateDict] = {}
         self._states_after_load: dict[str, StateDict] = {}
+        # The first error of a network that its state did not fit. The loop may change its layers before its epochs
+        # begin, as by a reparametrisation, so the state is loaded again by then.
+        self._unfit_network: UsageError | None = None
         self._held: list[object] = []  # prepared objects, and optimizers that are their attributes
         self._waiting: dict[Optimizer, StateDict] = {}  # stored states with groups that the loop adds later
         self._is_complete = False  # the loop has begun its first epoch
@@ -193,10 +197,16 @@ class CheckpointState:
             self._waiting[thing] = state
             state = _of_first_groups(state, len(thing.param_groups))
         if isinstance(thing, nn.Module):
-            self._load(name, state)
             self._loaded[name] = {} if is_metric(thing) else state
+            try:
+                self._load(name, state)
+            except UsageError as error:
+                self._unfit_network = self._unfit_network or error
         elif isinstance(thing, Optimizer):
-            self._load(name, state)
+            try:
+                self._load(name, state)
+            except UsageError as error:
+                raise self._unfit_network or error from None
         else:  # the object may keep the state, and change it
             self._loaded[name] = copy.deepcopy(state)
             self._load(name, state)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LinearLR, SequentialLR
 
 from raytrain.errors import UsageError
@@ -418,11 +419,19 @@ def set_up_after_prepare(run: Run) -> None:
                 teacher[1].weight.copy_(shadow.weights["1.weight"])
 
 
+def reparametrised_after_prepare(run: Run) -> None:
+    """Its state does not fit into the network as it is prepared."""
+    model: Any = run.prepare(linear(run))
+    weight_norm(model[1])
+    model.append(nn.Linear(run.num_classes, run.num_classes).double())
+    fit(run, model, run.prepare(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)))
+
+
 OF_RATES: list[Any] = [base_rates_of_groups, rate_changed_before_the_epochs, warm_up_then_cosine]
 
 
 @pytest.mark.parametrize("stop_after", [2, 5])
-@pytest.mark.parametrize("loop", [*OF_RATES, set_up_after_prepare])
+@pytest.mark.parametrize("loop", [*OF_RATES, set_up_after_prepare, reparametrised_after_prepare])
 def test_what_a_loop_sets_up_between_prepare_and_its_epochs_is_right_on_a_resume(
     loop: Loop, stop_after: int, tmp_path: Path
 ) -> None:
