@@ -43,8 +43,10 @@ class RaytrainError(Exception):
         IPython calls this, if an exception has it, in place of showing 80 lines of traceback through raytrain's files.
         """
         # The user's line is the last one before raytrain's first. There is none if the error has not been raised.
+        # Frames without a line are of code that Python has made, such as a dataclass's __init__.
         frames = traceback.extract_tb(self.__traceback__)
-        callers = [*takewhile(lambda frame: not frame.filename.startswith(_PACKAGE), frames)]
+        frames = takewhile(lambda frame: not frame.filename.startswith(_PACKAGE), frames)
+        callers = [frame for frame in frames if frame.line]
         users_lines = [f"{file_title(caller.filename)}, line {caller.lineno}: {caller.line}" for caller in callers[-1:]]
         return [f"{type(self).__name__}: {self}", *users_lines]
 

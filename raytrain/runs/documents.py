@@ -99,12 +99,15 @@ def new_name(recipe: str) -> str:
     return f"{recipe}-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
 
 
-def check_name(name: str, option: str = "--name", storage: str = "") -> str:
+def check_name(name: object, option: str = "--name", storage: str = "") -> str:
     """Return ``name``, the value of ``option``, if a run may have it; raise UsageError otherwise.
 
     ``storage`` is where an existing run is looked for. If the name is a path, the advice in the error takes it as one
     below this storage.
     """
+    if not isinstance(name, str):
+        kind = type(name).__name__
+        raise UsageError(f"{option} is of type {kind}; give text, such as the name of a result, result.name.")
     if not _NAME.fullmatch(name):
         # Users often give a path: of the run, of its folder as a shell completes it, or of a checkpoint.
         folder, slash, last = name.rstrip("/").rpartition("/")

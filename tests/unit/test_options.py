@@ -275,6 +275,14 @@ def test_a_text_with_a_number_that_is_not_finite_is_refused(given: dict[str, Any
         config(**given)
 
 
+def test_a_notebook_shows_the_line_with_the_wrong_option() -> None:
+    with pytest.raises(UsageError) as raised:
+        TrainConfig(epochs="three")  # pyright: ignore
+    sentence, line = raised.value._render_traceback_()  # which IPython calls
+    assert "--epochs is 'three'" in sentence
+    assert re.fullmatch(r"test_options\.py, line \d+: TrainConfig\(epochs=.*", line)
+
+
 def test_each_option_is_in_one_section() -> None:
     names = [name for section in SECTIONS.values() for name in vars(section())]
     assert sorted(names) == sorted(vars(config()))

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import raytrain
 from raytrain.config import TrainConfig
 from raytrain.errors import UsageError, shell_command
 from raytrain.monitor.stop_request import read_stop_request, request_stop
@@ -34,6 +35,7 @@ from raytrain.runs.ownership import machine_id
 from raytrain.runs.records import list_runs
 from raytrain.runs.status import RunStatus, read_status, write_status
 from raytrain.storage.store import Store
+from tests.helpers.snapshots import train_result
 
 
 @pytest.fixture
@@ -62,6 +64,12 @@ def test_valid_names_are_accepted(name: str) -> None:
 def test_a_name_that_cannot_be_a_folder_is_refused(name: str) -> None:
     with pytest.raises(UsageError, match=r"letters, digits.+ a to z"):
         check_name(name)
+
+
+@pytest.mark.parametrize("call", [raytrain.load, raytrain.evaluate, raytrain.history, raytrain.stop])
+def test_a_result_in_place_of_the_name_of_a_run_is_refused(call: Any) -> None:
+    with pytest.raises(UsageError, match=r"of type TrainResult; give text, such as .* result\.name\.$"):
+        call(train_result())
 
 
 def test_a_generated_name_is_valid_and_contains_the_recipe() -> None:
