@@ -52,6 +52,7 @@ CHECKPOINTS = "checkpoints/"
 LOGS = "logs/"
 TRACE = "trace/"
 TRACKERS = "trackers/"
+TENSORBOARD = "tensorboard"
 FILES = "files/"  # that a loop of the user's writes
 CONFUSION_PICTURE, RATE_PICTURE, SWEEP_PICTURE = "confusion.png", "rate.png", "sweep.png"
 """Figures of ``evaluate``, ``find-rate`` and ``sweep``, unless they are to be written elsewhere."""
@@ -77,6 +78,8 @@ _RUN_FILE = re.compile(
             rf"{LOGS}(driver|worker-\d+)-\w+\.(out|err|log)",
             rf"{TRACE}\d{{9,}}-\d{{9,}}-\d{{5,}}\.parquet",
             rf"{TRACKERS}[A-Za-z0-9_.-]+\.json",
+            # Of a sweep, each trial has a folder. The names end with the time in nanoseconds, as only ours do.
+            rf"{TENSORBOARD}/({_NAME.pattern}/)?events\.out\.tfevents\.\d+\.[^/]+\.\d{{19}}",
             rf"{FILES}.+",
         ]
     )

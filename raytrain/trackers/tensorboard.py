@@ -15,11 +15,11 @@ from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttr
 from tensorboardX.summary import hparams
 
 from raytrain.runs.background_and_throttle import Throttle
+from raytrain.runs.documents import TENSORBOARD
 from raytrain.storage.temporary_files import TemporaryFolder
 from raytrain.trackers.pictures import Pixels, contact_sheet
 from raytrain.trackers.tracker import TrackedRun
 
-_FOLDER = "tensorboard"
 _UPLOAD_EVERY_S = 30.0
 
 
@@ -31,8 +31,8 @@ class TensorBoardTracker:
 
     def __init__(self, run: TrackedRun) -> None:
         self._store = run.sweep.store if run.sweep else run.store
-        self.place = shlex.join(["tensorboard", "--logdir", f"{self._store.url}/{_FOLDER}"])
-        self._path = f"{_FOLDER}/{run.name}" if run.sweep else _FOLDER
+        self.place = shlex.join(["tensorboard", "--logdir", f"{self._store.url}/{TENSORBOARD}"])
+        self._path = f"{TENSORBOARD}/{run.name}" if run.sweep else TENSORBOARD
         self._local = TemporaryFolder() if "://" in self._store.url else None
         self._folder = self._local.path if self._local else Path(self._store.url, self._path)
         # The library names files by the second. A finer time in the name keeps this file from replacing one of an

@@ -52,7 +52,10 @@ def test_what_a_run_writes_is_its_own() -> None:
         "trackers/mlflow.json",
         "rate.png",
     ]
-    others = ["checkpoints/my-backup/step-000000100.pt", "checkpoints/step-1.pt", "x/config.json", "metrics.jsonl.bak"]
+    event_file = "events.out.tfevents.1795975452.a-host.local.1795975452608890939"
+    own += [f"tensorboard/{event_file}", f"tensorboard/rates-00/{event_file}"]
+    others = [event_file, "tensorboard/events.out.tfevents.1795975452.a-host.local"]
+    others += ["checkpoints/my-backup/step-000000100.pt", "checkpoints/step-1.pt", "x/config.json", "metrics.jsonl.bak"]
     assert all(map(is_run_file, own)) and not any(map(is_run_file, others))
 
 

@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from raytrain.errors import UsageError
-from raytrain.runs.documents import EVALUATION, run_store, write_json
+from raytrain.runs.documents import EVALUATION, is_run_file, run_store, write_json
 from raytrain.runs.metric_row import MetricRow
 from raytrain.storage.open import open_store
 from raytrain.storage.store import Store
@@ -97,6 +97,14 @@ def test_tensorboard_shows_the_trials_of_a_sweep_together(store: Store) -> None:
     assert place == f"tensorboard --logdir {storage}/rates/tensorboard"
     assert [step for step, _ in scalars(f"{storage}/rates/tensorboard/first", "train/loss")] == [1, 2, 3]
     assert not list(store.list("tensorboard"))
+
+
+@pytest.mark.parametrize("sweep", [None, "rates"])
+def test_tensorboards_files_are_the_runs_own_so_that_its_name_is_free_again(store: Store, sweep: str | None) -> None:
+    storage = str(Path(store.url).parent)
+    tracked(store, ["tensorboard"], step_rows(1, 3), sweep=sweep, storage=storage)
+    paths = [found.path for found in run_store(storage, sweep or "first").list("tensorboard")]
+    assert paths and all(map(is_run_file, paths)), paths
 
 
 def test_tensorboards_files_of_a_run_in_s3_are_beside_it(s3: Any, tmp_path: Path) -> None:
