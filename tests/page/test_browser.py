@@ -431,6 +431,17 @@ def test_each_chart_has_a_heading_and_an_axis_with_its_name_and_whole_steps(
             assert "2" in written and "1.5" not in written
 
 
+def test_a_smoothed_curve_has_the_measured_value_beside_its_name(visit: Visit, tmp_path: Path) -> None:
+    for name in ("rates-00", "rates-01"):
+        store_run(tmp_path, name, [*(step_row(step, loss=8.0) for step in range(1, 40)), step_row(40, loss=0.5)])
+    with page_of(tmp_path, "rates-00") as server:
+        page = visit(server.url)
+        expect(page.locator("figure.chart", has_text="Loss").first.locator("b").first).to_have_text("0.5")
+    with page_of(tmp_path, "rates-00", "rates-01") as server:
+        page = visit(server.url)
+        expect(page.locator("figure.chart", has_text="Training loss").locator("b")).to_have_text(["0.5", "0.5"])
+
+
 def test_all_charts_of_a_run_have_the_same_steps(visit: Visit, tmp_path: Path) -> None:
     steps = [step_row(step, loss=1 / step) for step in range(1, 41)]
     store_run(tmp_path, "run", [*steps, *(evaluation_row(step, accuracy=0.5) for step in (39, 40))])

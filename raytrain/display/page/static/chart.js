@@ -41,7 +41,8 @@ export class Chart {
 
   /**
    * Show `series`: objects with `label`, `x`, `y`, `color` (a CSS variable), and perhaps `width`, `alpha`, `points`,
-   * `low` and `high` (a band), `quiet` (without a value in the heading), `dash`. `range` is the visible part, or null:
+   * `low` and `high` (a band), `quiet` (without a value in the heading), `measured` (what the heading says in place of a
+   * smoothed `y`), `dash`. `range` is the visible part, or null:
    * then `whole` is seen, the ends of the x axis, by default those of the series.
    */
   show(series, { axis = "step", range = null, whole = null } = {}) {
@@ -103,6 +104,7 @@ export class Chart {
   data() {
     const lines = this.series.flatMap(({ x, y, low, high }) => (low ? [{ x, y: low }, { x, y: high }, { x, y }] : [{ x, y }]));
     const [xs, ...columns] = align(lines);
+    this.measured = align(this.series.map(({ x, y, measured }) => ({ x, y: measured ?? y }))).slice(1);
     if (!this.log) return [xs, ...columns];
     return [xs, ...columns.map((column) => column.map((value) => (value != null && value <= 0 ? null : value)))];
   }
@@ -115,7 +117,6 @@ export class Chart {
     const axis = { stroke: color("--muted"), font: "11px system-ui, sans-serif", ticks: { show: false }, grid: { stroke: color("--grid"), width: 1 } };
     const series = [{}], bands = [];
     const share = this.axis === "rate" && this.format === formatNumber ? 0.75 : 0.97; // a loss over rising rates diverges in the end
-    this.places = [];
     for (const one of this.series) {
       const stroke = color(one.color);
       if (one.low) {
@@ -123,7 +124,6 @@ export class Chart {
         bands.push({ series: [series.length + 1, series.length], fill: translucent(stroke, 0.16) });
         series.push(edge, { ...edge });
       }
-      this.places.push(series.length);
       series.push({
         stroke: translucent(stroke, one.alpha ?? 1),
         width: one.width ?? 2,
@@ -170,7 +170,7 @@ export class Chart {
     if (!this.plot) return;
     const parts = this.series.flatMap((one, number) => {
       if (one.quiet) return [];
-      const column = this.plot.data[this.places[number]];
+      const column = this.measured[number];
       const value = nearest(column, index ?? column.length - 1);
       return value == null ? [] : [el("span", {}, swatch(one.label ? one.color : null), one.label ? el("span", { class: "label" }, one.label) : null, el("b", {}, this.format(value)))];
     });

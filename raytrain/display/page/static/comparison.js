@@ -98,7 +98,7 @@ export class Comparison {
       if (!curve) return [];
       const y = kind === "step" ? smooth(curves.step, curve.mean, 0.5) : curve.mean;
       const faded = this.selected && this.selected !== name;
-      return [{ label: name, x: curves.step, y, color, points: kind === "evaluation", alpha: faded ? 0.25 : 1, width: this.selected === name ? 3 : 1.5 }];
+      return [{ label: name, x: curves.step, y, measured: curve.mean, color, points: kind === "evaluation", alpha: faded ? 0.25 : 1, width: this.selected === name ? 3 : 1.5 }];
     });
   }
 

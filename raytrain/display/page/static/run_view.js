@@ -222,7 +222,7 @@ export class RunView {
       const x = step.x(this.axis), averaged = smoothed && this.strength > 0;
       const band = train.low.some((low, i) => low !== train.high[i]) ? { low: train.low, high: train.high } : {};
       series.push({ label: "train", x, y: train.mean, color: COLORS.train, ...band, ...(averaged ? { quiet: true, alpha: 0.3, width: 1 } : {}) });
-      if (averaged) series.push({ label: "train", x, y: smooth(step.step, train.mean, this.strength), color: COLORS.train });
+      if (averaged) series.push({ label: "train", x, y: smooth(step.step, train.mean, this.strength), measured: train.mean, color: COLORS.train });
     }
     if (validation?.mean.some((value) => value != null)) {
       series.push({ label: "validation", x: evaluation.x(this.axis), y: validation.mean, color: COLORS.validation, points: true });
