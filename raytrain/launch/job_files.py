@@ -42,12 +42,13 @@ class JobFiles:
     """Files below ``folder``, by their ``paths`` relative to it.
 
     ``left_out`` has a text for each file that is not taken, and for each folder that is not entered: its path, with the
-    reason in brackets.
+    reason in brackets. ``include`` is what the user has named in addition.
     """
 
     folder: Path
     paths: tuple[Path, ...]
     left_out: tuple[str, ...] = ()
+    include: tuple[str, ...] = ()
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -112,7 +113,7 @@ def job_files(config: TrainConfig, include: Sequence[str] = (), config_file: str
         paths |= _included(current, "--config", config_file, left_out)
 
     # Ray would refuse too many bytes, too, but cannot name the largest file.
-    files = JobFiles(current, tuple(sorted(paths)), tuple(sorted(left_out)))
+    files = JobFiles(current, tuple(sorted(paths)), tuple(sorted(left_out)), tuple(include))
     if (total := sum(files.sizes.values())) > _MAX_BYTES:
         largest = max(files.sizes, key=files.sizes.__getitem__)
         raise UsageError(

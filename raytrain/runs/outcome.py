@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -35,6 +36,8 @@ StopKind = Literal[
     "owner_changed",  # detail: the error
 ]
 
+SUBMIT_VARIABLE = "RAYTRAIN_SUBMIT"
+"""The variable of a job that holds the words before its own command, with which it was sent."""
 DIVERGED_HINT = "lower --learning-rate, or use a --precision with a larger range, such as float32"
 """Advice if a loss or a weight is not finite."""
 
@@ -218,7 +221,8 @@ def resume_command(config: TrainConfig, command: str = "train") -> str:
     """Return the shortest command that resumes a run.
 
     It has flags only for options that a resume does not read from the run's documents: the place of the run, its
-    machines, and code of the user's.
+    machines, and code of the user's. In a job of ``raytrain submit``, it is the command that sends another job, because
+    its reader is not on the cluster.
     """
     code = [
         name
@@ -226,7 +230,8 @@ def resume_command(config: TrainConfig, command: str = "train") -> str:
         if any(names_own_function(str(part)) for part in as_tuple(getattr(config, name)))
     ]
     names = ["name", "storage", *options_with(Mark.DECIDED_ANEW), *code]
-    return shell_command(command, *_flags(config, names), "--resume")
+    submitted = shlex.split(os.environ.get(SUBMIT_VARIABLE, ""))
+    return shell_command(*submitted, command, *_flags(config, names), "--resume")
 
 
 def train_command(config: TrainConfig, command: str = "train") -> str:

@@ -25,7 +25,9 @@ from raytrain.cli.main import main
 from raytrain.errors import UsageError
 from raytrain.launch.ray import submit as job_server
 from raytrain.launch.ray.submit import JobServer, job_server_url
+from raytrain.recipes import cifar10
 from raytrain.runs.documents import run_store, write_config
+from raytrain.runs.outcome import resume_command
 from raytrain.runs.status import RunStatus, write_status
 from tests.helpers.small_runs import config
 from tests.helpers.waiting import wait_for
@@ -106,7 +108,24 @@ def test_the_command_goes_with_its_code_and_its_log_comes_back(
     assert "as job raytrain_1 to http://head:8265. The run is called my-first." in err
     assert client.submitted["entrypoint"].startswith("python -m raytrain train cifar10 --data s3://b/train")
     assert client.packed == ["my_loop.py"]
-    assert client.submitted["runtime_env"]["env_vars"] == {"RAY_JOB_STOP_WAIT_TIME_S": "300"}
+    assert client.submitted["runtime_env"]["env_vars"] == {
+        "RAY_JOB_STOP_WAIT_TIME_S": "300",
+        "RAYTRAIN_SUBMIT": "submit --address http://head:8265 --",
+    }
+
+
+def test_a_job_says_how_to_resume_the_run_by_another_job(
+    client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("conf").mkdir()
+    Path("conf/a.json").write_text("{}")
+    words = ["train", "cifar10", "--name", "first", "--data", "s3://b/train", "--storage", "s3://b/runs"]
+    assert main(["submit", "--address", "http://head:8265", "--include", "conf", "--", *words]) == 0
+    for name, value in client.submitted["runtime_env"]["env_vars"].items():
+        monkeypatch.setenv(name, value)
+    command = resume_command(cifar10(name="first", data="s3://b/train", storage="s3://b/runs"))
+    sent = "raytrain submit --include conf --address http://head:8265 --"
+    assert command == f"{sent} train --name first --storage s3://b/runs --resume"
 
 
 @pytest.mark.not_quick

@@ -31,6 +31,7 @@ from raytrain.launch.ray.find_cluster import with_token
 from raytrain.launch.ray.private_api import JOB_SERVER_VERSION, OLDEST, minor_version
 from raytrain.monitor.stop_request import StopSignals, request_stop
 from raytrain.runs.documents import new_name
+from raytrain.runs.outcome import SUBMIT_VARIABLE
 from raytrain.storage.clouds.cloud import is_loopback
 from raytrain.storage.temporary_files import TemporaryFolder
 from raytrain.training.loop_checks.loop_mistakes import check_named_function
@@ -222,12 +223,16 @@ class JobServer:
         with TemporaryFolder() as folder:
             files.copy_to(folder / "files")
             (folder / "files").mkdir(exist_ok=True)  # without any files, there is no folder yet
+            # What the job says to type is typed here. Its variables are public, so an address with a password is none.
+            include = ["--include", *files.include] if files.include else []
+            again = ["submit", *include, "--address", self.address, "--"]
             environment = {
                 "working_dir": str(folder / "files"),
                 "py_modules": [str(Path(raytrain.__file__).parent)],
                 "env_vars": {
                     "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S),
                     **({COMMIT_VARIABLE: commit} if commit else {}),
+                    **({SUBMIT_VARIABLE: shlex.join(again)} if "@" not in self.address else {}),
                 },
             }
 
