@@ -97,10 +97,12 @@ class Classifier(nn.Module):
 
             logits = model(torch.from_numpy(pixels))
         """
-        if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[3] != self.shape.channels:
+        is_tensor = isinstance(images, Tensor)  # pyright: ignore[reportUnnecessaryIsInstance] ; perhaps a path
+        if not is_tensor or images.dtype != torch.uint8 or images.ndim != 4 or images.shape[3] != self.shape.channels:
+            got = f"{images.dtype} of the shape {tuple(images.shape)}" if is_tensor else f"a {type(images).__name__}"
             raise UsageError(
-                f"The network of raytrain.load got {images.dtype} of the shape {tuple(images.shape)}; give decoded "
-                f"images, uint8 (number, height, width, {self.shape.channels}), or any images to its method classify."
+                f"The network of raytrain.load got {got}; give decoded images, uint8 (number, height, width, "
+                f"{self.shape.channels}), or any images to its method classify."
             )
         # The logits of several views of an image, such as its mirror image, are averaged.
         network = with_views(self.network, self.test_views)

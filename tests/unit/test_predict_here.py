@@ -331,9 +331,12 @@ def test_a_damaged_image_of_pillow_and_a_file_of_text_get_a_sentence(trained: Pa
 
 @pytest.mark.parametrize(
     "images",
-    [torch.rand(2, 20, 12, 1), torch.zeros(2, 1, 20, 12, dtype=torch.uint8), torch.zeros(20, 12, 1, dtype=torch.uint8)],
+    [
+        *(torch.rand(2, 20, 12, 1), torch.zeros(2, 1, 20, 12, dtype=torch.uint8)),
+        *(torch.zeros(20, 12, 1, dtype=torch.uint8), "photo.jpg"),
+    ],
 )
-def test_a_network_that_gets_other_images_than_decoded_ones_says_so(trained: Path, images: torch.Tensor) -> None:
+def test_a_network_that_gets_other_images_than_decoded_ones_says_so(trained: Path, images: Any) -> None:
     model = raytrain.load("first", storage=str(trained))
     with pytest.raises(UsageError, match=r"give decoded images, uint8 \(number, height, width, 1\), or any images to"):
         model(images)
