@@ -40,7 +40,7 @@ from typing import ClassVar
 
 import psutil
 
-from raytrain.errors import OwnerChanged, StorageError, UsageError
+from raytrain.errors import OwnerChanged, StorageError, UsageError, shell_command
 from raytrain.runs.documents import CLAIM, CONFIG, is_run_file, known_fields, parse_object
 from raytrain.storage.store import ObjectChanged, Store
 
@@ -226,7 +226,7 @@ def _write_claim(store: Store, claim: Claim, before: Claim | None, name: str) ->
     try:
         store.put_if(CLAIM, claim.to_json(), before and before.to_json())
     except ObjectChanged:
-        raise _is_training(name, _read(store)) from None
+        raise _is_training(store, name, _read(store)) from None
 
     if not store.has_conditional_puts():
         # Two processes may both have written: the owner is the one whose claim is there a moment later.
@@ -238,7 +238,7 @@ def _write_claim(store: Store, claim: Claim, before: Claim | None, name: str) ->
         )
         time.sleep(_READ_BACK_AFTER_S)
         if (stored := _read(store)) != claim:
-            raise _is_training(name, stored)
+            raise _is_training(store, name, stored)
 
 
 def _wait_for_lease(store: Store, claim: Claim, name: str) -> Claim | None:
@@ -261,16 +261,20 @@ def _wait_for_lease(store: Store, claim: Claim, name: str) -> Claim | None:
         if stored is None or stored.released:
             return stored
         if stored != claim:
-            raise _is_training(name, stored)
+            raise _is_training(store, name, stored)
         if is_over:
             return stored
         time.sleep(POLL_EVERY_S)
 
 
-def _is_training(name: str, claim: Claim | None) -> UsageError:
-    """Return the error for a run that the process of ``claim`` trains."""
+def _is_training(store: Store, name: str, claim: Claim | None) -> UsageError:
+    """Return the error for a run in ``store`` that the process of ``claim`` trains, with the command that stops it."""
     where = f" (process {claim.pid} on {claim.host})" if claim else ""
-    return UsageError(f"Run {name!r} is training at this moment{where}; `raytrain stop {name}` stops it.")
+    storage = store.url.removesuffix(f"/{name}")
+    with suppress(FileNotFoundError):  # there may be no current folder
+        storage = "./runs" if storage == os.path.abspath("runs") else storage
+    stop = shell_command("stop", name, storage=storage)
+    return UsageError(f"Run {name!r} is training at this moment{where}; `{stop}` stops it.")
 
 
 def _read(store: Store) -> Claim | None:

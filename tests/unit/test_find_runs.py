@@ -212,7 +212,9 @@ def test_a_run_that_trains_is_not_deleted(tmp_path: Path, capsys: pytest.Capture
     store = stored(tmp_path, "first", status="running")
     with claim_run(store, "first"):
         assert main(["rm", "first", "--yes", "--storage", str(tmp_path)]) == 2
-    assert "is training at this moment" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "is training at this moment" in error
+    assert re.search(rf"`(uv run )?raytrain stop first --storage {tmp_path}` stops it", error)
     assert store.exists("checkpoints/step-000000009.pt")
 
 
