@@ -6,6 +6,7 @@ imports Ray and torch, which takes longest in a new installation, whose modules 
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -94,19 +95,26 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
-def refused(folder: Path, backend: str, options: list[str], recipe: str = "custom", **environment: str) -> str:
-    """Train with ``options`` in a fresh process, and return what it says; it has to end with exit code 2."""
-    command = [Path(sys.executable).with_name("raytrain"), "train", *recipe.split()]
-    command += [] if "--workers" in options else ["--workers", "1"]
-    command += ["--image-size", "16"] if recipe else []
-    command += ["--backend", "local"] if backend == "local" else ["--address", "local"]
+def words(backend: str, options: list[str], recipe: str = "custom") -> list[str]:
+    """Return the arguments of the command that trains with ``options``."""
+    found = ["train", *recipe.split(), *([] if "--workers" in options else ["--workers", "1"])]
+    found += ["--image-size", "16"] if recipe else []
+    return [*found, *(["--backend", "local"] if backend == "local" else ["--address", "local"]), *options]
+
+
+def run(folder: Path, command: list[str | Path], **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a command in a fresh process, for which no bucket and no weights can be reached."""
     endpoint = {"AWS_ENDPOINT_URL": "http://127.0.0.1:9", "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}
     # No weights are on this machine, and none can be downloaded.
     offline = {"HTTPS_PROXY": "http://127.0.0.1:9", "TORCH_HOME": str(folder), "HF_HOME": str(folder)}
     variables = {**os.environ, **endpoint, **offline, "AWS_REGION": "us-east-1", "AWS_MAX_ATTEMPTS": "1", **environment}
-    done = subprocess.run(
-        [*command, *options], cwd=folder, env=variables, capture_output=True, text=True, timeout=280, check=False
-    )
+    return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=280, check=False)
+
+
+def refused(folder: Path, backend: str, options: list[str], recipe: str = "custom", **environment: str) -> str:
+    """Train with ``options`` in a fresh process, and return what it says; it has to end with exit code 2."""
+    command = [Path(sys.executable).with_name("raytrain"), *words(backend, options, recipe)]
+    done = run(folder, command, **environment)
     sentence = done.stderr.strip().splitlines()[-1]
     assert done.returncode == 2, done.stderr
     assert sentence.startswith("raytrain: "), done.stderr
@@ -116,24 +124,32 @@ def refused(folder: Path, backend: str, options: list[str], recipe: str = "custo
 
 # These are refused where "one class" is; on Ray a cluster has begun to start by then, which takes ten seconds.
 LIKE_ONE_CLASS = ("images without class folders", "an unsorted test folder", "a test folder of other classes")
+# These are refused by the options alone: the command does not get as far as a backend. They are asked once, on Ray: one
+# kind for each place that refuses some in a process of its own, and all others one after the other in one process.
+OF_PLACES = ("a bad number", "a mistake in a file of options", "a name in a loop", "no such weights", "no such run")
+TOGETHER = (
+    *("a negative seed", "a seed of many digits", "a variable that is not set"),
+    *("no such policy", "an option twice", "a warm-up longer than the run"),
+    *("no such network", "no such loop", "a number as a loop", "a loop without its function"),
+    *("an address of mail", "a GPU that decodes, without a GPU", "a metric that is not measured"),
+    "a run without a name",
+)
+ALL_TOGETHER = """
+import json
+import sys
+from raytrain.cli.main import main
+
+for words in json.loads(sys.argv[1]):
+    print(main(words), end="\\n\\n", file=sys.stderr)
+"""
 # "one class" itself is refused below, where it is harder.
 ON_RAY = [
     pytest.param(kind, marks=pytest.mark.slow if kind in LIKE_ONE_CLASS else ())
     for kind in REFUSED
-    if kind != "one class"
+    if kind not in ("one class", *TOGETHER)
 ]
-
-
-# These are refused by the options alone: the command does not get as far as a backend. They are asked once, on Ray.
-OF_OPTIONS = (
-    *("a bad number", "a negative seed", "a seed of many digits", "a variable that is not set"),
-    *("no such policy", "a mistake in a file of options", "an option twice", "a warm-up longer than the run"),
-    *("no such network", "no such loop", "a name in a loop", "a number as a loop", "a loop without its function"),
-    *("no such weights", "an address of mail", "a GPU that decodes, without a GPU", "a metric that is not measured"),
-    *("a run without a name", "no such run"),
-)
 # As are weights that cannot be had, which the photographs below need without Ray; each time torchvision is imported.
-WITHOUT_RAY = [kind for kind in REFUSED if kind not in (*OF_OPTIONS, "weights of torchvision")]
+WITHOUT_RAY = [kind for kind in REFUSED if kind not in (*OF_PLACES, *TOGETHER, "weights of torchvision")]
 
 
 @pytest.mark.parametrize("kind", WITHOUT_RAY)
@@ -146,6 +162,16 @@ def test_bad_input_is_refused_in_a_sentence_without_ray(folder: Path, kind: str)
 def test_bad_input_is_refused_in_a_sentence_on_ray(folder: Path, kind: str) -> None:
     options, says = REFUSED[kind]
     assert says in refused(folder, "ray", options)
+
+
+def test_what_the_options_alone_refuse_is_refused_in_a_sentence(folder: Path) -> None:
+    asked = json.dumps([words("ray", REFUSED[kind][0]) for kind in TOGETHER])
+    *answers, rest = run(folder, [sys.executable, "-c", ALL_TOGETHER, asked]).stderr.split("\n\n")
+    assert rest == "" and len(answers) == len(TOGETHER)
+    for kind, answer in zip(TOGETHER, answers, strict=True):
+        *_, sentence, code = answer.splitlines()
+        assert sentence.startswith("raytrain: ") and REFUSED[kind][1] in sentence, answer
+        assert code == "2" and "unexpected" not in answer and "Traceback" not in answer, answer
 
 
 @pytest.mark.parametrize("kind", [pytest.param("an empty folder", marks=pytest.mark.slow), "one class"])
