@@ -105,11 +105,11 @@ NO_TERMINAL = "breakpoint() in the loop (loop.py, line 12: `breakpoint()`) needs
 WHERE = "in a terminal with --backend local --workers 1"
 
 
-@pytest.mark.parametrize("backend", ["local", pytest.param("ray", marks=pytest.mark.slow)])
-def test_where_there_is_no_terminal_a_sentence_says_what_it_needs(folder: Path, backend: str) -> None:
-    words = ["--backend", "local"] if backend == "local" else ["--address", "local"]
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [("--backend", "local"), ("--address", "local")], ids=["local", "ray"])
+def test_a_command_without_a_terminal_says_what_it_needs(folder: Path, words: tuple[str, str]) -> None:
     done = subprocess.run(
-        command(f"on-{backend}", *words, "--workers", "1"),
+        command(f"without-{words[1]}", *words, "--workers", "1"),
         cwd=folder,
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -120,11 +120,16 @@ def test_where_there_is_no_terminal_a_sentence_says_what_it_needs(folder: Path, 
     assert done.returncode != 0 and "Traceback" not in said
 
 
-def test_it_says_so_with_several_workers(folder: Path) -> None:
+@pytest.mark.parametrize("workers", [1, 2])
+def test_where_there_is_no_terminal_or_several_workers_a_sentence_says_what_it_needs(
+    folder: Path, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if workers == 1:
+        monkeypatch.setattr(os, "isatty", lambda descriptor: False)
     data = {"data": f"{folder}/digits/train", "test_data": f"{folder}/digits/test", "storage": f"{folder}/runs"}
-    options: dict[str, Any] = {**data, "name": "two", "loop": f"{folder}/loop.py:train", "max_steps": 3}
+    options: dict[str, Any] = {**data, "name": f"{workers}-workers", "loop": f"{folder}/loop.py:train", "max_steps": 3}
     with pytest.raises(RaytrainError, match=re.escape(NO_TERMINAL)) as raised:
-        raytrain.train(digits(**options, device="cpu", backend="local", workers=2))
+        raytrain.train(digits(**options, device="cpu", backend="local", workers=workers))
     assert WHERE in str(raised.value)
 
 
