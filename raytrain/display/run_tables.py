@@ -222,7 +222,11 @@ def run_page(record: RunRecord) -> RenderableType:
     if record.provenance:
         first, *later = record.provenance
         rows = {"made of": first.summary()}
-        rows |= {f"after step {attempt.first_step:,}": attempt.summary() for attempt in later}
+        for before, attempt in zip(record.provenance, later, strict=False):
+            # If the commit and the main versions are the same, something else has changed, such as a file of the loop.
+            is_same = attempt.summary() == before.summary()
+            changes = attempt.difference_from(before) if is_same else ""
+            rows[f"after step {attempt.first_step:,}"] = changes or attempt.summary()
         parts.append(key_value_table(rows))
 
     # The curves, and the last values of the metrics that a user's loop logs.
