@@ -24,7 +24,7 @@ import raytrain
 from raytrain.runs.documents import SKIPPED
 from tests.helpers.small_runs import config
 
-OPTIONS = {"batch_size": 200, "epochs": 2}
+OPTIONS = {"batch_size": 200, "epochs": 2, "mean": None, "std": None}  # these are measured
 NUM_IMAGES = 5001  # more than are read at the start of a run
 
 

@@ -50,8 +50,7 @@ def folder_run(
     **options: Any,
 ) -> FolderRun:
     """A small run; the options are those of ``tests.helpers.small_runs.config`` with some changed."""
-    defaults = {"name": name, "mean": (0.4, 0.4, 0.4), "std": (0.2, 0.2, 0.2), "epochs": 2}
-    return FolderRun(small_config(images, storage, **{**defaults, **options}), stop_after, loop)
+    return FolderRun(small_config(images, storage, **{"name": name, "epochs": 2, **options}), stop_after, loop)
 
 
 def train_runs(world_size: int, *runs: FolderRun) -> list[Weights]:

@@ -115,6 +115,7 @@ def test_the_head_has_a_learning_rate_of_its_own() -> None:
 
 def prepared(images: Path, storage: Path, **values: Any) -> TrainConfig:
     base = {"model": "timm:test_vit", "weights": "DEFAULT", "image_size": None, "workers": 1, "translate": 0}
+    base |= {"mean": None, "std": None}
     # Not by settle_options, which asks whether the weights can be downloaded.
     with prepare(config(images, storage, **{**base, **values})) as run:
         return run.resolve(1, "cpu")
