@@ -170,7 +170,10 @@ def texts_of(table: pa.Table, url: str, name: str, *, may_be_lists: bool = False
         raise UsageError(f"The column {name!r} of {url} holds bytes that are not text in UTF-8; correct it.") from None
 
     # Make one text of what programs write in several ways: é as one character or two, and True, TRUE or true.
-    text = pc.utf8_normalize(pc.utf8_trim_whitespace(text.fill_null("")), form="NFC")
+    # Not by Arrow's utf8_normalize, which takes NFC for NFD before version 26.
+    text = pc.utf8_trim_whitespace(text.fill_null(""))
+    if not pc.all(pc.string_is_ascii(text)).as_py():
+        text = pa.chunked_array([[composed(value) for value in text.to_pylist()]])
     is_flag = pc.is_in(text, pa.array(BOOLEANS))
     if pc.any(is_flag).as_py() and pc.all(pc.or_(is_flag, pc.is_in(text, pa.array(sorted(NO_LABELS))))).as_py():
         text = pc.if_else(is_flag, pc.utf8_lower(text), text)
