@@ -94,7 +94,8 @@ def _name(argument: ArgumentDefinition) -> str:
 
 def _form(argument: ArgumentDefinition) -> str:
     """Return the form of an argument's values, as the help shows it: ``INT INT``."""
-    return re.sub("[{}]", "", argument.lowered.metavar or "").removeprefix(f"{NONE}|")
+    form = re.sub("[{}]", "", argument.lowered.metavar or "")
+    return re.sub(rf"^({NONE}\|)+", "", form)  # Python 3.10 adds None to the type of a parameter whose default it is
 
 
 def _sentence_on_unknown(
