@@ -67,7 +67,7 @@ def counting(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Replace the size of the cluster by the given one."""
 
     def count(**has: Any) -> None:
-        size = {"num_nodes": 1, "cpus": 8, "gpus": 0, "object_store_bytes": 1, **has}
+        size = {"num_nodes": 1, "cpus": 8, "gpus": 0, "object_store_bytes": 1, "gpu_types": {}, **has}
         monkeypatch.setattr(doctor, "cluster_hardware", lambda: Hardware(**size))
 
     return count

@@ -311,7 +311,8 @@ def test_one_image_is_classified_whatever_it_is(trained: Path, images: Path) -> 
             r"array of float32 of shape \(20, 12\); give uint8, or",
         ),
         (np.zeros((20, 12, 5), np.uint8), r"shape \(20, 12, 5\)"),
-        (b"no image", "An image cannot be used: the file is not an image"),
+        (b"\0 is no image", "An image cannot be used: the file is not an image"),
+        (b"no image", "An image cannot be used: the file is text"),
         ("nowhere.png", "There is no file nowhere.png"),
     ],
 )

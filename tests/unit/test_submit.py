@@ -117,6 +117,7 @@ def test_the_command_goes_with_its_code_and_its_log_comes_back(
 def test_a_job_says_how_to_resume_the_run_by_another_job(
     client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delenv("UV", raising=False)  # with it, the command begins with uv run
     Path("conf").mkdir()
     Path("conf/a.json").write_text("{}")
     words = ["train", "cifar10", "--name", "first", "--data", "s3://b/train", "--storage", "s3://b/runs"]

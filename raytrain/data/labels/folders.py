@@ -396,7 +396,7 @@ def _check_repeated(paths: list[tuple[str, ...]], url: str) -> None:
     In site1/cat, site1/dog, site2/cat and site2/dog, either the sites or the animals may be the classes.
     """
     tops = sorted({path[0] for path in paths if path})
-    below_top = {top: {path[1] for path in paths if path[0] == top and len(path) > 1} for top in tops if top}
+    below_top = {top: {path[1] for path in paths if len(path) > 1 and path[0] == top} for top in tops if top}
     for top, names in below_top.items():
         if len(names) > 1 and names <= {*tops} - {top}:  # archives hold a data set and a copy of it in a folder
             raise UsageError(

@@ -24,7 +24,7 @@ from raytrain.config import ResolvedConfig
 from raytrain.data.plan.permutation import mix
 from raytrain.errors import some_of
 from raytrain.training.batches.batch import Batch
-from raytrain.training.loop_checks import watched_calls
+from raytrain.training.loop_checks import swapped_images, watched_calls
 from raytrain.training.loop_checks.loop_numbers import Place, differing_lines
 from raytrain.training.loop_checks.warning_places import warnings_at_callers
 from raytrain.training.loop_checks.watched_calls import NOTES, WatchedCalls
@@ -105,7 +105,7 @@ class LoopWatch:
         with (
             compiled_calls_by(self._models.trained, self._calls.call_compiled),
             self._calls,
-            warnings_at_callers(watched_calls.__file__),
+            warnings_at_callers(watched_calls.__file__, swapped_images.__file__, "_call_variant"),
         ):
             yield
         self._calls.end()

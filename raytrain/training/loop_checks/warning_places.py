@@ -1,7 +1,8 @@
 """Places of warnings: a warning of torch names the line of the loop, not one of a function here that passes calls on.
 
 Python names the file and line of the function that has called the one that warns. While a loop is watched, that is
-always the same line, where :mod:`raytrain.training.loop_checks.watched_calls` calls torch for the loop.
+always the same line, where :mod:`raytrain.training.loop_checks.swapped_images` calls torch for the loop. The same call
+with swapped images would warn again, and is silent.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ _OVERRIDES = "torch/overrides.py"  # calls the watch for functions of torch that
 
 
 @contextmanager
-def warnings_at_callers(file: str) -> Iterator[None]:
-    """Have a warning that names ``file``, whose ``__torch_function__`` calls torch for others, name their line instead.
+def warnings_at_callers(watch: str, calls: str, silent: str) -> Iterator[None]:
+    """Have a warning that names the file ``calls``, which calls torch for the file ``watch``, name its caller's line.
 
-    It replaces ``warnings.showwarning`` in this context.
+    That is the line that has called torch, and so ``__torch_function__`` of ``watch``. Warnings in calls by the
+    function ``silent`` of the file ``calls`` are left out. ``warnings.showwarning`` is replaced in this context.
 
-    Example: ``with mode, warnings_at_callers(__file__): loop(batch)``
+    Example: ``with mode, warnings_at_callers(__file__, __file__, "_call_variant"): loop(batch)``
     """
     show_before = warnings.showwarning
 
@@ -34,8 +36,10 @@ def warnings_at_callers(file: str) -> Iterator[None]:
         output: TextIO | None = None,
         line: str | None = None,
     ) -> None:
-        if filename != file or (caller := _caller(file)) is None:
+        if filename != calls or (caller := _caller(watch)) is None:
             show_before(message, category, filename, lineno, output, line)
+            return
+        if _frame_of(calls, silent) is not None:
             return
         # Warn again, as of the caller's line. The registry in the caller's module has the warnings that were shown
         # there already.
@@ -52,12 +56,17 @@ def warnings_at_callers(file: str) -> Iterator[None]:
             warnings.showwarning = show_before
 
 
-def _caller(file: str) -> FrameType | None:
-    """Return the frame of the code for which ``file`` calls torch at present; None if it does not."""
-    # Go up the stack, from the code that warns to the watch.
+def _frame_of(file: str, function: str) -> FrameType | None:
+    """Return the frame of a ``function`` of ``file`` that is running, the innermost one; None if it is not."""
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None and (frame.f_code.co_filename, frame.f_code.co_name) != (file, "__torch_function__"):
+    while frame is not None and (frame.f_code.co_filename, frame.f_code.co_name) != (file, function):
         frame = frame.f_back
+    return frame
+
+
+def _caller(watch: str) -> FrameType | None:
+    """Return the frame of the code for which the file ``watch`` calls torch at present; None if it does not."""
+    frame = _frame_of(watch, "__torch_function__")
     if frame is None:
         return None
     # Go on to the caller. A function of torch that is written in Python has called the watch from its own first lines,
