@@ -237,7 +237,7 @@ def test_images_that_cannot_be_read_are_skipped_and_listed(
         ({}, r"1 of 61 images \(1.6 %\) cannot be used, such as red/words.png"),
         (
             {"max_bad_fraction": 0.0},
-            r"1 of 61 images \(1.6 %\) cannot be used, such as red/words.png \(the file is not an image",
+            r"1 of 61 images \(1.6 %\) cannot be used, such as red/words.png \(the file is text",
         ),
     ],
 )
