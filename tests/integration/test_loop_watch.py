@@ -416,6 +416,21 @@ def first_half_covered(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(model(pixels), batch.labels)
 
 
+def by_a_decision(model: nn.Module, batch: Any) -> Tensor:
+    loss = entropy(model, batch)
+    return loss * (2 if batch.samples.double().mean() > 23 else 1)
+
+
+def first_half_alone(model: nn.Module, batch: Any) -> Tensor:
+    logits, half = model(batch.images), len(batch.images) // 2
+    return F.cross_entropy(logits[:half], batch.labels[:half]) + logits[half:].square().mean()
+
+
+def by_turns(model: nn.Module, batch: Any) -> Tensor:
+    losses = losses_of(model, batch)
+    return torch.stack([loss * (1 + i % 3) for i, loss in enumerate(losses)]).mean()
+
+
 def after_warm_up(model: nn.Module, batch: Any) -> Tensor:
     """A loss by the neighbours of an image, and a weight by two losses, from the second epoch on."""
     logits = model(batch.images)
@@ -568,6 +583,9 @@ NOTES: dict[str, tuple[Loop, str]] = {
     "a comparison after a warm-up": (by_steps(after_warm_up, mlp), "run.gather("),
     "a number after a warm-up": (by_steps(after_warm_up, mlp), "numbers that differ between the workers"),
     "the first half": (by_steps(first_half_covered, mlp), "by their places among those of a worker"),
+    "a decision of Python's": (by_steps(by_a_decision, mlp), "return loss * (2 if batch.samples.double().mean() > 23"),
+    "a loss of the first half": (by_steps(first_half_alone, mlp), "by their places among those of a worker"),
+    "weights by turns": (by_steps(by_turns, mlp), "by their places among those of a worker"),
     "a quantile by NumPy": (by_steps(above_a_quantile, mlp), "`return (losses * (losses >= limit)).mean()`"),
     "counts by NumPy": (by_steps(counted_by_numpy, mlp), "`weights = torch.tensor(1 / (1 + np.bincount("),
     "an array of counts": (by_steps(array_of_counts, mlp), "numbers that differ between the workers"),
@@ -820,6 +838,7 @@ SILENT: dict[str, Loop] = {
     "complex numbers": by_steps(by_spectrum, mlp),
     "a divisor by its name": by_steps(divided_by_name, mlp),
     "single images": by_steps(one_by_one, mlp),
+    "a guard": by_steps(lambda m, b: entropy(m, b) * (1 if torch.isfinite(m(b.images).sum()) else 0), mlp),
     "numbers of all workers": sane_numbers,
     "a generator for each image": by_steps(drawn_for_each, mlp),
     "views": by_steps(of_views, mlp),

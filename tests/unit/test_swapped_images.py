@@ -55,7 +55,7 @@ def step(loss_of: Callable[[nn.Module, Batch], Tensor], *, swaps: bool | None) -
         calls.begin(images, [*model.parameters(), *model.buffers()], swaps=swaps)
         with calls:
             loss_of(model, images).backward()
-        calls.end()
+        calls.end(draws=False)
     gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
     return [*gradients, *model.buffers(), images.images, torch.rand(3)], notes
 

@@ -6,7 +6,8 @@ origin cannot be followed from tensor to tensor. Its value can be compared: what
 weight of a loss, a temperature or a count by ``run.total``, does no harm. The same holds for tensors of an earlier
 step, such as a queue or targets of single images, into which each worker may have written rows of its own.
 
-Only what the user's own lines give to a call is compared, and only if a loss depends on it. What belongs to single
+Only what the user's own lines give to a call is compared, and only if a loss depends on it. So are decisions before a
+loss's backward, such as ``if loss > 2``, for the same reason. What belongs to single
 images differs between workers anyway: tensors with a row for each of them, and lines that run once for each of them.
 """
 
@@ -56,6 +57,7 @@ class LoopNumbers:
         self._weights: set[int] = set()
         self._values: dict[Place, list[float | Tensor]] = {}  # in the order of the calls
         self._in_losses: set[Place] = set()
+        self._decisions: set[Place] = set()  # of this step, which the next losses may depend on
         # Tensors of this step with the places whose numbers they depend on, and those of earlier steps.
         self._places: Any = WeakIdKeyDictionary()
         self._earlier: Any = WeakIdKeyDictionary()
@@ -66,6 +68,7 @@ class LoopNumbers:
         ``weights`` are the IDs of parameters and buffers, whose values are never compared here.
         """
         self._step, self._num_images, self._weights = self._step + 1, num_images, weights
+        self._decisions.clear()
         for tensor in list(self._places):
             self._earlier[tensor] = True
         self._places = WeakIdKeyDictionary()
@@ -103,9 +106,20 @@ class LoopNumbers:
         """Record that ``result``, which the run has computed, depends on the numbers that ``source`` depends on."""
         self._places[result] = self._places.get(source, frozenset())
 
+    def note_decision(self, is_true: bool, frame: FrameType | None) -> None:
+        """Record that Python has asked whether a number of several images ``is_true``, as ``if loss > 2`` does.
+
+        What the loop computes next may depend on it. ``frame`` is the one that has asked.
+        """
+        if line := _users_line(frame):
+            place = (self._step, *line)
+            self._values.setdefault(place, []).append(float(is_true))
+            self._decisions.add(place)
+
     def note_losses(self, losses: Iterable[Tensor]) -> None:
         """Note that the backward of ``losses`` is called, so that the numbers in them matter."""
         self._in_losses.update(place for loss in losses for place in self._places.get(loss, ()))
+        self._in_losses |= self._decisions
 
     def in_losses(self) -> dict[Place, list[float]]:
         """Return the numbers in the losses since the last :meth:`forget`, for each place in the order of the calls.

@@ -108,7 +108,6 @@ class LoopWatch:
             warnings_at_callers(watched_calls.__file__, swapped_images.__file__, "_call_variant"),
         ):
             yield
-        self._calls.end()
 
         # A loop may have a generator for each image, which draws for it alone: then there are as many seeds as images.
         # With fewer, one of them has drawn for several images.
@@ -122,6 +121,7 @@ class LoopWatch:
         if libraries := used_generators(seed, self._worker.device):
             self._notes.add(_DRAWS.format(names=" and ".join(libraries)))
             self._draws = True
+        self._calls.end(draws=self._draws)
         self._has_news = True
 
     @contextmanager

@@ -9,6 +9,9 @@ where L(a, a) is the loss with the images of A in the rows of both groups. A los
 linear in a mean over them, or that divides by a number that depends on several, such as that of a class, does not obey
 this, whatever functions it is made of, and in whichever dimension of a tensor the images are.
 
+A loss that treats images by their places, such as that of a worker's first half alone, obeys it, but L(a, b) and
+L(b, a) differ. So they do, rightly, if the loop tells images apart by what it has read or drawn for each of them.
+
 So :class:`SwappedImages` computes L(b, a), L(a, a) and L(b, b) beside the loop's own L(a, b): each tensor that is
 computed from the batch has three *variants*, and each call of torch's functions is made with them, too. Nothing of this
 changes the loop's own tensors, random numbers or gradients. Most layers compute each row alone. Variants of their
@@ -40,10 +43,15 @@ _NOT_CALLED = {  # functions that have an effect beyond their result, or whose r
     *("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "__len__", "size", "dim", "share_memory_"),
     *("zeros_like", "ones_like", "empty_like", "new_zeros", "new_ones", "new_empty"),
 }
+_READ_BY_PYTHON = {"item", "tolist", "numpy", "__array__", "__bool__", "__float__", "__int__", "__index__"}
 _ELEMENTWISE = {"add", "add_", "__add__", "__iadd__", "mul", "mul_", "__mul__"}
 _LAYERS = {  # with images in the first dimension, they compute each row alone
     *("conv2d", "batch_norm", "linear", "relu", "relu_", "silu", "gelu", "hardswish", "hardsigmoid", "sigmoid", "tanh"),
     *("leaky_relu", "relu6", "hardtanh", "elu", "mish", "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d"),
+}
+TAKE_WEIGHTS = {  # functions of images and weights
+    *("linear", "bilinear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
+    *("batch_norm", "layer_norm", "group_norm", "instance_norm", "rms_norm", "prelu"),
 }
 _ROUNDING = {torch.float64: 1e-10, torch.float32: 3e-5}  # in a loss, relative to it
 _COARSE_ROUNDING = 1e-2  # if a part of the step is computed in float16 or bfloat16
@@ -75,6 +83,11 @@ class SwappedImages:
         self._orders = torch.empty(0)
         self._weights: set[int] = set()
         self._is_coarse = False  # True if a tensor of this step has float16 or bfloat16
+        # True if the loop may know which image is in which row, or variants are missing.
+        self._tells_images_apart = False
+        # A loop may call the backward of several parts of a batch, which depend on places only together or not at all.
+        self._exchange_adds = self._bound = 0.0  # by how much the losses change if all images are exchanged; rounding
+        self._may_change = False  # True if they may do so for other reasons than places
 
     def begin(self, batch: Batch, weights: set[int]) -> None:
         """Begin a step of ``batch``; ``weights`` are the IDs of parameters and buffers, which get no variants.
@@ -82,7 +95,8 @@ class SwappedImages:
         If it has fewer than two images, nothing has variants.
         """
         self.end()
-        self._weights, self._is_coarse = weights, False
+        self._weights, self._is_coarse, self._tells_images_apart = weights, False, False
+        self._exchange_adds, self._bound, self._may_change = 0.0, 0.0, False
         if (num_images := batch.num_used) < 2:
             return
 
@@ -128,6 +142,8 @@ class SwappedImages:
         """
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)] if self._variants else []
         sources = [tensor for tensor in tensors if tensor in self._variants]
+        with _without_errors(name):
+            self._tells_images_apart |= bool(self._variants) and self._may_tell_places(name, kwargs, tensors)
         is_transformed = torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore
         if not sources or is_transformed or name in _NOT_CALLED:  # tensors of torch.func must not outlive it
             return func(*args, **kwargs)
@@ -166,6 +182,7 @@ class SwappedImages:
     def _keep(self, calls: list[_VariantCall], args: Any, kwargs: Any, result: Any) -> None:
         """Keep the results of ``calls`` as the variants of the loop's own ``result``; none if a variant has failed."""
         if not calls:  # an argument that the loop's own call has written into has changed, unlike its variants
+            self._tells_images_apart = True
             for written in (leaf for leaf in args[:1] if isinstance(leaf, Tensor)):
                 self.forget(written)
             return
@@ -182,8 +199,12 @@ class SwappedImages:
                 self._keep_one(leaf, [of_call[position] for of_call in results])
 
     def are_compared(self, losses: Sequence[Tensor]) -> bool:
-        """Return whether the sum of those of ``losses`` that are single numbers compares images."""
+        """Return whether the sum of ``losses``, whose backward the loop calls, compares images.
+
+        Losses that are not single numbers are left out.
+        """
         numbers = [loss for loss in losses if loss.numel() == 1]
+        self._may_change |= self._tells_images_apart or len(numbers) < len(losses)
         if not any(loss in self._variants for loss in numbers):
             return False
         with _without_errors("backward"):
@@ -193,8 +214,20 @@ class SwappedImages:
             )
             rounding = max(_ROUNDING.get(loss.dtype, _COARSE_ROUNDING) for loss in numbers)
             bound = (_COARSE_ROUNDING if self._is_coarse else rounding) * max(map(abs, (own, exchanged, first, second)))
-            return abs(own + exchanged - first - second) > bound  # False for NaN
+            self._exchange_adds += own - exchanged
+            self._bound += bound
+            compares = abs(own + exchanged - first - second) > bound  # False for NaN
+            self._may_change |= compares  # as a loss that compares neighbours does, which has a note of its own
+            return compares
         return False
+
+    def are_placed(self) -> bool:
+        """Return whether the sum of the step's losses so far depends on the images' places.
+
+        False if the loop may know which image is in which row. The caller must know that the step has drawn no random
+        numbers, which may differ from row to row, too.
+        """
+        return not self._may_change and abs(self._exchange_adds) > self._bound
 
     def selects(self, tensor: Tensor) -> bool:
         """Return whether the number of rows of ``tensor`` is another one with swapped images, as after a selection."""
@@ -211,6 +244,27 @@ class SwappedImages:
         is_of_first = _are_close(own, first) & _are_close(exchanged, second)
         is_of_second = _are_close(own, second) & _are_close(exchanged, first)
         return not bool((is_of_first | is_of_second).all())
+
+    def _may_tell_places(self, name: str, kwargs: Any, tensors: list[Tensor]) -> bool:
+        """Return whether a call may tell the loop which image is in which row, or treat rows as the loop knows them.
+
+        It may if Python reads numbers of single images, or if random numbers, or a tensor that has no variants, may
+        belong to single images.
+        """
+        if kwargs.get("generator") is not None:
+            return True
+        if name in _READ_BY_PYTHON:
+            return any(tensor in self._variants and not self._is_same_if_exchanged(tensor) for tensor in tensors)
+        if name in TAKE_WEIGHTS:
+            return False
+        others = [tensor for tensor in tensors if tensor not in self._variants and id(tensor) not in self._weights]
+        have_rows = (other for other in others if other.ndim and len(other) >= self._orders.shape[1])
+        return not all(bool((other == other[:1]).all()) for other in have_rows)
+
+    def _is_same_if_exchanged(self, tensor: Tensor) -> bool:
+        """Return whether ``tensor``, one that has variants, has one number, the same if all images are exchanged."""
+        variants = self._variants[tensor]
+        return variants is not None and tensor.numel() == 1 and bool(_are_close(tensor.detach(), variants[0]).all())
 
     def _computes_rows_alone(self, name: str, args: Any, kwargs: Any, sources: list[Tensor]) -> bool:
         """Return whether the variants of a call's result are rows of the loop's own result, in another order.
@@ -241,8 +295,12 @@ class SwappedImages:
             isinstance(variant, Tensor) and variant.shape == tensor.shape and variant.dtype == tensor.dtype
             for variant in variants or ()
         )
-        if id(tensor) in self._weights or not fit:
+        if id(tensor) in self._weights:
             self.forget(tensor)
+            return
+        if not fit:
+            self.forget(tensor)
+            self._tells_images_apart = True
             variants_with_rows = [variant for variant in variants or () if isinstance(variant, Tensor) and variant.ndim]
             if tensor.ndim and any(len(variant) != len(tensor) for variant in variants_with_rows):
                 self._selections[tensor] = True

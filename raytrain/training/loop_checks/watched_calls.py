@@ -48,7 +48,7 @@ from raytrain.training.batches.batch import Batch
 from raytrain.training.exact import gather
 from raytrain.training.exact.gradients import HOOK_NOTE
 from raytrain.training.loop_checks.loop_numbers import LoopNumbers
-from raytrain.training.loop_checks.swapped_images import SwappedImages, is_collective
+from raytrain.training.loop_checks.swapped_images import TAKE_WEIGHTS, SwappedImages, is_collective
 
 _log = logging.getLogger(__name__)
 NOTES = {
@@ -138,10 +138,6 @@ _LINEAR = {
 }
 _LOSSES = re.compile(r".*_loss|cross_entropy|kl_div|binary_cross_entropy.*")  # torch's, a mean unless told otherwise
 _JOINS = {"cat", "concat", "concatenate", "stack", "vstack"}
-_TAKE_WEIGHTS = {  # functions of images and weights
-    *("linear", "bilinear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
-    *("batch_norm", "layer_norm", "group_norm", "instance_norm", "rms_norm", "prelu"),
-}
 _DIVISIONS = {"div", "__truediv__", "true_divide", "divide", "div_", "__itruediv__", "true_divide_", "divide_"}
 _MULTIPLICATIONS = {"mul", "__mul__", "__rmul__", "multiply", "mul_", "__imul__", "multiply_"}
 _SCALE_FREE = {"sign", "sign_", "sgn", "normalize", "cosine_similarity", "layer_norm", "instance_norm", "group_norm"}
@@ -218,10 +214,14 @@ class WatchedCalls(TorchFunctionMode):
         self.numbers.begin(batch.num_used, self._weights)
         if swaps:
             self._swapped.begin(batch, self._weights)
+        else:
+            self._swapped.end()  # a step before may have raised
         self.seeds.clear()
 
-    def end(self) -> None:
-        """Compute with no swapped images any more, after the step."""
+    def end(self, *, draws: bool) -> None:
+        """Compute with no swapped images any more, after the step; ``draws`` is True if it has drawn random numbers."""
+        if not draws and self._swapped.are_placed():
+            self._report(NOTES["placed"])
         self._swapped.end()
 
     def follow_mean(self, numerator: Tensor, mean: Tensor) -> None:
@@ -275,6 +275,8 @@ class WatchedCalls(TorchFunctionMode):
                 del self._marks[source]
             return result
         self._follow_drawn(name, kwargs.get("generator"), sources, leaves, result)
+        if name == "__bool__" and sources and not _rows_of(self._marks[sources[0]]):
+            self.numbers.note_decision(result, sys._getframe(1))
         if name == "__setitem__" and args[0] in self._marks and _is_part_of_rows(args[0], args[1], self._num_images):
             self._marks[args[0]].add("placed")
         if func is torch.autograd.grad:
@@ -343,7 +345,7 @@ class WatchedCalls(TorchFunctionMode):
             return
         drawn = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf in self._drawn]
         seeds = set[int]().union(*(self._drawn[tensor] for tensor in drawn))
-        if sources and name not in _TAKE_WEIGHTS and any(tensor.ndim for tensor in (*drawn, *sources)):
+        if sources and name not in TAKE_WEIGHTS and any(tensor.ndim for tensor in (*drawn, *sources)):
             self.seeds |= seeds
         elif seeds and not sources:
             for leaf in [result] if isinstance(result, Tensor) else tree_leaves(result):
