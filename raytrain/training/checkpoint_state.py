@@ -4,18 +4,10 @@ A loop prepares the same objects in the same order in each attempt. So the secon
 checkpoint and after a resume, whatever the loop calls it. Each object is loaded when it is prepared: afterwards, a loop
 cannot tell a resumed run from a new one.
 
-Options may change on a resume, such as the learning rate. An optimizer's state_dict holds its options, too, and would
-restore the old ones. Comparing it with the new options does not show which ones the user has changed, because a
-scheduler changes options while a run trains. So each group of an optimizer also keeps the options with which the first
-epoch of its attempt began, under ``begun``. When the first epoch of a resume begins, these are compared with the
-options by then, and only the ones that differ are set. If the learning rate has changed, the scheduled rate is
-multiplied by the ratio.
-
 Between ``run.prepare`` and its first epoch, a loop sets up what it has prepared: it copies weights from one network to
-another, draws them again, reparametrises layers, reads rates, as base rates of a schedule of its own, and sets them. On
-a resume it does so again. So until the epochs begin, a group shows the rates and the like that the loop has built it
-with. When they begin, networks, and what else the loop has changed in the meantime, get the state of the checkpoint
-again.
+another, draws them again, and reparametrises layers. On a resume it does so again. So when the epochs begin, networks,
+and what else the loop has changed in the meantime, get the state of the checkpoint again. Options of optimizers, such
+as the learning rate, may also be changed by the user: :mod:`raytrain.training.resumed_options` has their rules.
 
 A loop may add groups to an optimizer while it trains, such as layers that learn from the third epoch on. A resume
 prepares the optimizer without them: their state waits until the loop has added them again, before its first step.
@@ -39,19 +31,16 @@ from torch.utils._pytree import tree_leaves
 from raytrain.errors import UsageError, format_count
 from raytrain.training.metrics.prepared_metrics import is_metric, joined_state, prepare_metric
 from raytrain.training.metrics.sample_margins import SampleMargins
+from raytrain.training.resumed_options import ResumedOptions, options_of
 
 StateDict = dict[str, Any]
 MEASURED = " as measured"  # suffix of the name of weights that were evaluated, if the network has other ones by now
-_RATES = ("lr", "initial_lr", "max_lr", "min_lr")  # options of a group, which schedulers keep there
 _GROUPS_MISSING = (
     "The checkpoint's optimizer has {stored}, and the loop has only {prepared} in its first step after the resume: let "
     "it add the others as soon as their epoch has come or is over, as in `if epoch.number >= 2 and "
     "len(optimizer.param_groups) == 1:`, and run the command again."
 )
 _FROZEN = "frozen"  # key of a checkpoint, for the names of the weights that do not learn, by network
-_BEGUN = "begun"  # key in a group of an optimizer, for the options with which the epochs of its attempt began
-# Options of a group that schedules change. Others may say in which state the weights are, such as ``train_mode``.
-_SCHEDULED = (*_RATES, "momentum", "base_momentum", "max_momentum", "betas", "weight_decay")
 
 
 class Stateful(Protocol):
@@ -85,8 +74,7 @@ class CheckpointState:
         }
         self._restored_frozen = restored.get(_FROZEN)
         self._resumes = bool(restored)
-        self._asked: dict[Optimizer, list[StateDict]] = {}  # options of each group as the loop has built it
-        self._groups: dict[Optimizer, list[StateDict]] = {}  # options of each group after loading
+        self._options = ResumedOptions(resumes=bool(restored))
         # Until the epochs begin, the states of all but optimizers, and those of objects of other kinds after loading.
         self._loaded: dict[str, StateDict] = {}
         self._states_after_load: dict[str, StateDict] = {}
@@ -137,7 +125,7 @@ class CheckpointState:
 
         Sharpness-aware minimisation and Lookahead, for example, wrap another optimizer.
         """
-        asked = [_options_of(group) for group in optimizer.param_groups]
+        built = [options_of(group) for group in optimizer.param_groups]
 
         # Find the wrapped optimizers, alone or in lists, and which of their groups are also groups of this one.
         wrapped: dict[str, Optimizer] = {}
@@ -156,16 +144,12 @@ class CheckpointState:
         # Load all of them, and share the groups again, which load_state_dict has replaced by new ones.
         self._add(name, optimizer)
         for attribute, inner in wrapped.items():
-            if inner not in self._groups:
+            if inner not in self._options.optimizers:
                 self._add_optimizer(f"{attribute} of {name}", inner)
         for inner, inner_index, index in shared:
             inner.param_groups[inner_index] = optimizer.param_groups[index]
 
-        # Until the epochs begin, show the rates that the loop has built it with.
-        self._asked[optimizer] = asked
-        self._groups[optimizer] = [_options_of(group) for group in optimizer.param_groups]
-        for options, group in zip(asked, optimizer.param_groups, strict=True):
-            group.update(_scheduled(options) if self._resumes else {})
+        self._options.add(optimizer, built)
 
     def _add(self, name: str, thing: Stateful) -> None:
         """Keep ``thing`` under ``name``, and load its state if the run resumes.
@@ -185,7 +169,7 @@ class CheckpointState:
         # other lacks; a newer torch may only have added some.
         if isinstance(thing, Optimizer):
             stored_groups = state.get("param_groups", thing.param_groups)  # some optimizers' states have none
-            prepared, stored = (set(_options_of(groups[0])) for groups in (thing.param_groups, stored_groups))
+            prepared, stored = (set(options_of(groups[0])) for groups in (thing.param_groups, stored_groups))
             if prepared - stored and stored - prepared:
                 raise UsageError(
                     f"The checkpoint's optimizer has the options {', '.join(sorted(stored - prepared))}, and the loop "
@@ -251,14 +235,7 @@ class CheckpointState:
             optimizer.load_state_dict(state)
         except (RuntimeError, ValueError, KeyError) as error:
             raise UsageError(f"The checkpoint's optimizer is not the one that the loop prepares: {error}.") from None
-        # Groups that were prepared keep their present options, which a scheduler may have changed since. Added groups
-        # get those of the checkpoint, but for what the user has changed.
-        num_prepared_at_first = len(self._groups[optimizer])
-        for index, (options, group) in enumerate(zip(options_before, optimizer.param_groups, strict=True)):
-            if index < num_prepared_at_first:
-                group.update({name: value for name, value in options.items() if name != "params"})
-            else:
-                _apply_changes(_options_of(options), group)
+        self._options.restore_added_groups(optimizer, options_before)
         del self._waiting[optimizer]
 
     def add_metric(self, metric: Any, is_placeholder: Callable[[], bool]) -> None:
@@ -284,7 +261,7 @@ class CheckpointState:
         """
         if not self._is_complete:
             self._load_what_has_changed()
-            self._restore_options()
+            self._options.restore(self._held)
         self._is_complete = True
         if self._restored:
             raise UsageError(
@@ -293,40 +270,14 @@ class CheckpointState:
                 "it, or start a new run under another --name."
             )
 
-    def _restore_options(self) -> None:
-        """Set the options of the checkpoint in all optimizers, but for those that the user has changed since.
-
-        The base rates of schedulers follow a changed learning rate. Each group keeps the options that it has now.
-        """
-        begun = {
-            optimizer: [_begun(*pair) for pair in zip(asked, optimizer.param_groups, strict=False)]
-            for optimizer, asked in self._asked.items()
-        }
-        ratios: dict[int, float] = {}  # by the ID of the group, as an optimizer may share groups with one that it wraps
-        for optimizer, groups in reversed(begun.items()):  # the wrapping one first, whose options are those asked for
-            for options, loaded, group in zip(groups, self._groups[optimizer], optimizer.param_groups, strict=False):
-                if id(group) not in ratios:
-                    group.update(_scheduled(loaded) if self._resumes else {})
-                    ratios[id(group)] = _apply_changes(options, group)
-
-        # torch's schedulers compute rates from base rates of their own, also those within another one.
-        schedulers = list(self._held)
-        for scheduler in schedulers:
-            schedulers += getattr(scheduler, "_schedulers", ())
-            of_groups = [ratios.get(id(group), 1.0) for group in _groups_of(scheduler)]
-            for attribute in ("base_lrs", "max_lrs"):
-                rates = getattr(scheduler, attribute, None)
-                if isinstance(rates, list) and len(rates) == len(of_groups):  # pyright: ignore[reportUnknownArgumentType]
-                    setattr(scheduler, attribute, [rate * ratio for rate, ratio in zip(rates, of_groups, strict=True)])
-
     @property
     def optimizers(self) -> list[Optimizer]:
         """The optimizers that are prepared."""
-        return list(self._groups)
+        return self._options.optimizers
 
     def holds(self, thing: object) -> bool:
         """Return whether checkpoints have the state of ``thing``, or of an object of which an optimizer is a part."""
-        return any(thing is held for held in (*self._groups, *self._held))
+        return any(thing is held for held in (*self.optimizers, *self._held))
 
     def holds_within(self, thing: object) -> bool:
         """Return whether checkpoints have the state of ``thing``, or of an object that has it as an attribute."""
@@ -412,64 +363,6 @@ def _of_first_groups(state: StateDict, num_groups: int) -> StateDict:
         "state": {number: kept for number, kept in state["state"].items() if number in numbers},
         "param_groups": groups,
     }
-
-
-def _groups_of(thing: object) -> list[StateDict]:
-    """Return the groups of the optimizer of a scheduler; none for any other ``thing``."""
-    optimizer = getattr(thing, "optimizer", None)
-    return optimizer.param_groups if isinstance(optimizer, Optimizer) else []
-
-
-def _scheduled(options: StateDict) -> StateDict:
-    """Return those of an optimizer's ``options`` that schedules change."""
-    return {name: value for name, value in options.items() if name in _SCHEDULED}
-
-
-def _begun(asked: StateDict, group: StateDict) -> StateDict:
-    """Return the options with which the epochs begin, by name as in ``asked``, those with which the loop has built it.
-
-    The rate from which a scheduler starts is that of the loop, because on a resume the scheduler finds the one of the
-    checkpoint in the ``group``, and keeps it.
-    """
-    begun = {**asked, **{name: value for name, value in _scheduled(_options_of(group)).items() if name in asked}}
-    return {**begun, "initial_lr": asked.get("initial_lr", asked.get("lr"))} if "initial_lr" in group else begun
-
-
-def _options_of(group: StateDict) -> StateDict:
-    """Return the options of an optimizer's ``group``: all but its parameters and what is kept under ``begun``.
-
-    A rate that is a tensor is copied, because schedulers change it in place.
-    """
-    options = {name: value for name, value in group.items() if name not in ("params", _BEGUN)}
-    return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in options.items()}
-
-
-def _apply_changes(begun: StateDict, group: StateDict) -> float:
-    """Set the options of a loaded ``group`` that the user has changed; return the ratio of the new rate to the old one.
-
-    ``begun`` are the options with which the epochs of this attempt begin; they differ from those kept in the group if
-    the user has changed them. Other options stay as in the checkpoint, where a scheduler may have changed them. A
-    changed learning rate multiplies the rates in the group, which schedulers keep there, by the ratio of the new to the
-    old one. The rate is that from which a scheduler starts, if there is one. The ratio is 1 if it is unchanged.
-    """
-    before = group.get(_BEGUN, begun)
-    changed: StateDict = {}
-    for name, value in begun.items():
-        if name in before:
-            are_tensors = isinstance(before[name], torch.Tensor) and isinstance(value, torch.Tensor)
-            is_same = torch.equal(before[name], value) if are_tensors else before[name] == value
-            if not is_same:
-                changed[name] = value
-    has_scheduler = "initial_lr" in begun and "initial_lr" in before
-    rate, ratio = "initial_lr" if has_scheduler else "lr", 1.0
-    if rate in changed and float(before[rate]):  # from a rate of 0, there is no ratio: the new one is set
-        ratio = float(begun[rate]) / float(before[rate])
-        group.update({name: group[name] * ratio for name in _RATES if name in group})
-    if ratio != 1 or has_scheduler:
-        changed = {name: value for name, value in changed.items() if name not in _RATES}
-    group.update(changed)
-    group[_BEGUN] = begun
-    return ratio
 
 
 def _is_same_state(one: StateDict, other: StateDict) -> bool:
