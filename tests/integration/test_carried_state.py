@@ -6,7 +6,7 @@ import random
 import sys
 import time
 import tracemalloc
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -335,8 +335,21 @@ class Meter:
         self.mean = self.sum / self.count
 
 
+class Events:
+    """Has no functions for any event; reading one adds an empty list of them."""
+
+    def __init__(self) -> None:
+        self.handlers: defaultdict[str, list[Callable[[], None]]] = defaultdict(list)
+
+    def fire(self, name: str) -> None:
+        for handler in self.handlers[name]:
+            handler()
+
+
 def sane(run: Run) -> None:
-    """What begins again in each epoch, is computed from its number, is prepared or is a time."""
+    """What begins again in each epoch, is computed from its number, is prepared, is a time, or holds nothing."""
+    events = Events()
+    events.fire("start")
     model, optimizer = prepared(run)
     scheduler = run.prepare(torch.optim.lr_scheduler.StepLR(optimizer, 1))
     criterion = run.prepare(Kept())
@@ -360,6 +373,7 @@ def sane(run: Run) -> None:
             if number % 2 == 0:
                 print(number, meter.mean, meter.value)
         scheduler.step()
+        events.fire(f"epoch {epoch.number}")
         results["loss"] = sum(losses)
         took = time.perf_counter() - last_time
         last_time = time.perf_counter()

@@ -707,8 +707,9 @@ def noise_of_weights(run: Any) -> None:
             loss = F.cross_entropy(torch.func.functional_call(model, noisy, (batch.images,)), batch.labels)
             optimizer.zero_grad()
             (loss + 0.01 * penalty).backward()
+            flat = torch.randn(1200, generator=generator, dtype=torch.float64)  # 200 numbers for each image
             for name, weight in model.named_parameters():
-                weight.grad += 0.01 * noise[name]
+                weight.grad += 0.01 * noise[name] + 0.01 * flat[: weight.numel()].view_as(weight)
             optimizer.step()
 
 

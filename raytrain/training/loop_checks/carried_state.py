@@ -22,7 +22,7 @@ import random
 import time
 import zlib
 from bisect import bisect_right
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
@@ -239,6 +239,8 @@ def _content(value: Any, in_checkpoints: set[int], depth: int = 0) -> Any:
         return state_of(value)
     if isinstance(value, (list, tuple, deque, dict)) and len(value) <= _MAX_ITEMS and depth < _MAX_DEPTH:
         items: Any = value.values() if isinstance(value, dict) else value
+        if isinstance(value, defaultdict):  # reading a name adds an empty container
+            items = [item for item in items if not isinstance(item, (list, dict, deque)) or item]
         contents = [_content(item, in_checkpoints, depth + 1) for item in items]
         # The content of a tensor, an array or a list is a tuple: a dictionary without one has only plain values.
         if isinstance(value, dict) and not any(isinstance(content, tuple) for content in contents):

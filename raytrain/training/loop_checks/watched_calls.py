@@ -95,6 +95,7 @@ NOTES = {
     ),
     "hook": HOOK_NOTE,
 }
+_MAX_NUMBERS_PER_IMAGE = 16  # in a vector of random numbers, which otherwise may be for weights
 _STATISTICS = {"mean", "sum", "nanmean", "nansum"}
 _BENDS = {  # functions that are linear in parts, so that a value need not show where they bend
     *(
@@ -330,14 +331,15 @@ class WatchedCalls(TorchFunctionMode):
     def _follow_drawn(self, name: str, generator: Any, sources: list[Tensor], leaves: list[Any], result: Any) -> None:
         """Note the seed of a ``generator`` of the loop's that draws a number, or several, for each image.
 
-        Noise with the shape of a weight may be for that weight: it counts once it meets images, or what is computed
-        from them, in a call of ``name``. Noise that was added to a weight meets images in layers, and a penalty on the
-        weights meets the loss: neither counts. ``sources`` are those of the ``leaves``, of all arguments, that depend
-        on the batch.
+        Noise with the shape of a weight may be for that weight, and a long vector for all weights: it counts once it
+        meets images, or what is computed from them, in a call of ``name``. Noise that was added to a weight meets
+        images in layers, and a penalty on the weights meets the loss: neither counts. ``sources`` are those of the
+        ``leaves``, of all arguments, that depend on the batch.
         """
         is_drawn = isinstance(result, Tensor) and self._num_images > 1 and _has_rows(result, self._num_images)
         if is_drawn and generator is not None:
-            if result.shape not in self._shapes_of_weights:
+            is_long = result.ndim == 1 and len(result) > _MAX_NUMBERS_PER_IMAGE * self._num_images
+            if not is_long and result.shape not in self._shapes_of_weights:
                 self.seeds.add(generator.initial_seed())
             elif id(result) not in self._weights:
                 self._drawn[result] = {generator.initial_seed()}
