@@ -27,8 +27,8 @@ from typing import Any, cast
 from raytrain.cli.parse_errors import NONE
 from raytrain.config import ResolvedConfig, TrainConfig
 from raytrain.config.option_marks import Mark
+from raytrain.config.option_values import check_limit, hints_of, matches, read_value
 from raytrain.config.options import options_with, similar_options
-from raytrain.config.values import check_limit, hints_of, matches, read_value
 from raytrain.errors import UsageError, did_you_mean
 from raytrain.recipes import RECIPES
 from raytrain.runs.documents import warn_once

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Annotated, NamedTuple
 
 from raytrain.config.option_marks import Mark
-from raytrain.config.values import TEXTS, NonNegativeInt, PositiveInt, option_field, seconds, section
+from raytrain.config.option_values import TEXTS, NonNegativeInt, PositiveInt, option_field, seconds, section
 from raytrain.errors import UsageError
 
 

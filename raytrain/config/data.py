@@ -10,7 +10,7 @@ from annotated_types import Interval
 
 from raytrain.config.auto_augment import AutoAugment
 from raytrain.config.option_marks import Mark
-from raytrain.config.values import (
+from raytrain.config.option_values import (
     LOCATION,
     OPTIONAL_LOCATION,
     TEXTS,

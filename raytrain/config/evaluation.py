@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal
 
 from raytrain.config.option_marks import Mark
-from raytrain.config.values import TEXTS, Accepts, NonNegativeInt, PositiveInt, option_field, section
+from raytrain.config.option_values import TEXTS, Accepts, NonNegativeInt, PositiveInt, option_field, section
 from raytrain.errors import UsageError, did_you_mean
 
 TestView = Literal["flip", "shift"]

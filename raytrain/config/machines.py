@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from raytrain.config.option_marks import Mark
-from raytrain.config.values import (
+from raytrain.config.option_values import (
     NUMBERS,
     TEXTS,
     Accepts,

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Interval
 
 from raytrain.config.option_marks import Mark, TakenBy
-from raytrain.config.values import NUMBERS, OPTIONAL_LOCATION, TEXTS, Accepts, PositiveInt, option_field, section
+from raytrain.config.option_values import NUMBERS, OPTIONAL_LOCATION, TEXTS, Accepts, PositiveInt, option_field, section
 from raytrain.errors import UsageError, flag, format_count
 
 Size = tuple[int, int]

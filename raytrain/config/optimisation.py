@@ -10,7 +10,7 @@ from typing import Annotated, Literal, NamedTuple, TypeVar, get_args
 from annotated_types import Interval
 
 from raytrain.config.option_marks import Mark, Synonym, TakenBy
-from raytrain.config.values import (
+from raytrain.config.option_values import (
     Accepts,
     Location,
     NonNegativeFloat,

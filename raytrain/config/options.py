@@ -30,7 +30,7 @@ from raytrain.config.network import (
 )
 from raytrain.config.optimisation import OptimisationOptions, check_optimisation, total_of_workers
 from raytrain.config.option_marks import Mark, Synonym, TakenBy
-from raytrain.config.values import (
+from raytrain.config.option_values import (
     LOCATION,
     TEXTS,
     PositiveInt,

@@ -13,7 +13,7 @@ import pyarrow.compute
 import pyarrow.csv
 import pyarrow.parquet
 
-from raytrain.config.values import Location
+from raytrain.config.option_values import Location
 from raytrain.errors import UsageError
 from raytrain.runs.documents import open_single_run
 from raytrain.runs.metric_row import MetricRow

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import track
 
 from raytrain.config.data import check_label_pattern
-from raytrain.config.values import Location
+from raytrain.config.option_values import Location
 from raytrain.data.blocks import string_array
 from raytrain.data.images.decode import shrink
 from raytrain.data.images.image_format import BadImage

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from raytrain.config.values import Location
+from raytrain.config.option_values import Location
 from raytrain.data.dataset import training_plan
 from raytrain.data.labels.manifest import Manifest
 from raytrain.data.parquet_size import read_columns

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure, SubFigure
 
     from raytrain.config import TrainConfig
-    from raytrain.config.values import Location
+    from raytrain.config.option_values import Location
     from raytrain.data.duplicates import Duplicate, Duplicates
     from raytrain.data.images.crop_box import Pixels
     from raytrain.diagnostics.look import ImageSample, MinMedianMax

@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 from raytrain.config import TrainConfig
 from raytrain.config.option_marks import Mark
+from raytrain.config.option_values import Location
 from raytrain.config.options import options_with
-from raytrain.config.values import Location
 from raytrain.errors import RaytrainError, UsageError, shell_command
 from raytrain.experiments.scaling import ACCURACY, Compared
 from raytrain.experiments.trials import names_of

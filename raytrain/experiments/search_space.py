@@ -13,8 +13,8 @@ from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 from raytrain.config import TrainConfig
 from raytrain.config.optimisation import is_per_worker
 from raytrain.config.option_marks import Mark
+from raytrain.config.option_values import matches
 from raytrain.config.options import options_with, similar_options
-from raytrain.config.values import matches
 from raytrain.errors import UsageError, option_name
 
 Sampler = Literal["grid", "random", "tpe", "cmaes", "gp", "qmc"]

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from raytrain.config.evaluation import TestView
-from raytrain.config.values import Location
+from raytrain.config.option_values import Location
 from raytrain.data.blocks import numbers
 from raytrain.data.dataset import label_columns
 from raytrain.data.duplicates import StoredImages, find_duplicates

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from raytrain.config.extras import extra
-from raytrain.config.values import Location
+from raytrain.config.option_values import Location
 from raytrain.data.images.crop_box import Pixels
 from raytrain.data.images.fetch_and_decode import readable_images
 from raytrain.data.labels.manifest import list_images

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute
 
 from raytrain.config.evaluation import TestView
-from raytrain.config.values import Location
+from raytrain.config.option_values import Location
 from raytrain.data.blocks import number_array
 from raytrain.data.labels.listing import SUFFIXES, lost_files
 from raytrain.data.labels.manifest import Manifest, list_images, named_images

@@ -10,7 +10,7 @@ from functools import partial
 from importlib.util import find_spec
 
 from raytrain.config.extras import extra
-from raytrain.config.values import MAX_PORT, Location
+from raytrain.config.option_values import MAX_PORT, Location
 from raytrain.data.dataset import evaluation_format
 from raytrain.data.plan.permutation import Floats
 from raytrain.errors import UsageError

@@ -19,7 +19,7 @@ import pyarrow as pa
 from raytrain import recipes
 from raytrain.config import ResolvedConfig
 from raytrain.config.evaluation import TestView
-from raytrain.config.values import matches
+from raytrain.config.option_values import matches
 from raytrain.data.dataset import evaluation_format
 from raytrain.data.labels.manifest import Manifest
 from raytrain.errors import UsageError, current_folder

@@ -22,7 +22,7 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from raytrain.config import TrainConfig
-from raytrain.config.values import Location
+from raytrain.config.option_values import Location
 from raytrain.errors import CoordinatorLost, TrainingFailed, UsageError
 from raytrain.launch.gpus import visible_gpus
 from raytrain.launch.option_checks import check_options

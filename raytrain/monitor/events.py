@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, get_type_hints
 
-from raytrain.config.values import matches
+from raytrain.config.option_values import matches
 from raytrain.runs.outcome import StopReason
 from raytrain.runs.redact import redact
 

@@ -9,7 +9,7 @@ from itertools import zip_longest
 from typing import Any, cast
 
 from raytrain.config import TrainConfig
-from raytrain.config.values import matches
+from raytrain.config.option_values import matches
 from raytrain.errors import UsageError, format_count
 from raytrain.runs.documents import CHECKPOINTS, read_config, read_json
 from raytrain.storage.store import Store, StoredObject

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, cast
 
-from raytrain.config.values import matches
+from raytrain.config.option_values import matches
 from raytrain.runs.documents import MACHINE_HISTORY, MACHINES, known_fields, read_json, write_json
 from raytrain.storage.store import Store
 

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from raytrain.config.values import matches
+from raytrain.config.option_values import matches
 from raytrain.runs.documents import PROVENANCE, Report, ignore, known_fields, plain, read_json, write_json
 from raytrain.storage.store import Store
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar, get_args
 
 from raytrain.config import TrainConfig
-from raytrain.config.values import matches
+from raytrain.config.option_values import matches
 from raytrain.errors import StorageError, UsageError, did_you_mean, option_name
 from raytrain.runs.checkpoint_files import list_checkpoints
 from raytrain.runs.documents import (

@@ -14,7 +14,7 @@ from fsspec.implementations.local import LocalFileSystem
 from obstore.fsspec import FsspecStore
 from s3fs import S3FileSystem
 
-from raytrain.config.values import Location
+from raytrain.config.option_values import Location
 from raytrain.storage.bucket_client import RETRIES, client_options
 from raytrain.storage.clouds.azure import Azure
 from raytrain.storage.clouds.google import Google

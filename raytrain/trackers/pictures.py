@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
-from raytrain.config.values import matches
+from raytrain.config.option_values import matches
 from raytrain.runs.documents import EVALUATION, read_json
 from raytrain.runs.redact import one_line
 from raytrain.storage.store import Store

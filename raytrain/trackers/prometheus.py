@@ -18,7 +18,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import CollectorRegistry, Gauge, make_wsgi_app  # pyright: ignore[reportUnknownVariableType]
 
-from raytrain.config.values import MAX_PORT
+from raytrain.config.option_values import MAX_PORT
 from raytrain.errors import UsageError
 from raytrain.trackers.tracker import TrackedRun
 

@@ -24,7 +24,7 @@ from urllib.request import Request, urlopen
 from safetensors import SafetensorError
 
 from raytrain.config.network import timm_name
-from raytrain.config.values import matches
+from raytrain.config.option_values import matches
 from raytrain.errors import StorageError, UsageError
 from raytrain.storage.open import expanded_path, open_store
 from raytrain.training.model_names import missing_package

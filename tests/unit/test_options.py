@@ -20,8 +20,8 @@ from raytrain.config import SECTIONS, ResolvedConfig, TrainConfig
 from raytrain.config.checkpoints import Intervals
 from raytrain.config.optimisation import Schedule
 from raytrain.config.option_marks import Mark
+from raytrain.config.option_values import hints_of
 from raytrain.config.options import options_by_call, options_with
-from raytrain.config.values import hints_of
 from raytrain.errors import UsageError, flag
 
 

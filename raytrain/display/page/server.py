@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from raytrain.config.values import MAX_PORT
+from raytrain.config.option_values import MAX_PORT
 from raytrain.display.page.feed import FeedCursor, RunFeed
 from raytrain.display.page.watched_runs import HomeRuns, WatchedRuns
 from raytrain.errors import RaytrainError, UsageError

@@ -25,7 +25,7 @@ from torch import Tensor
 from raytrain.config.auto_augment import AutoAugment
 from raytrain.config.data import AugmentationOptions
 from raytrain.config.network import Size
-from raytrain.config.values import check_limit, hints_of, read_value
+from raytrain.config.option_values import check_limit, hints_of, read_value
 from raytrain.data.plan.permutation import Floats, Int64s, mix, uniform
 from raytrain.errors import UsageError, format_count
 from raytrain.training.batches.image_operations import Operation, apply_operations, erase
