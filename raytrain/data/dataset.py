@@ -1,11 +1,9 @@
-"""Training, validation and test images of a run, their statistics, and weights of their classes."""
+"""Training, validation and test images of a run, how they are decoded and divided into batches, and class weights."""
 
 from __future__ import annotations
 
 import json
-import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -13,9 +11,8 @@ from typing import Any, cast
 import numpy as np
 
 from raytrain.config import ResolvedConfig, TrainConfig
-from raytrain.data.duplicates import StoredImages, find_copies
-from raytrain.data.images.crop_box import Cropping, Pixels
-from raytrain.data.images.fetch_and_decode import readable_images
+from raytrain.data.duplicates import report_copies, report_trained_on
+from raytrain.data.images.crop_box import Cropping
 from raytrain.data.images.image_format import ImageFormat, ImageShape
 from raytrain.data.labels.label_columns import LabelColumns
 from raytrain.data.labels.label_file import LabelTable, read_label_file
@@ -23,19 +20,15 @@ from raytrain.data.labels.label_pattern import digest_of_pattern, table_by_patte
 from raytrain.data.labels.labelled_images import labelled_parts
 from raytrain.data.labels.manifest import Manifest
 from raytrain.data.labels.part_names import HELD_OUT, PARTS, Part
+from raytrain.data.mean_std import measure_mean_std
 from raytrain.data.plan.batch_plan import BatchPlan, ClassBalance
-from raytrain.data.plan.permutation import Int64s
 from raytrain.errors import UsageError, flag
 from raytrain.runs.documents import CLASSES, IMAGES, MANIFEST, TEST_MANIFEST, VALIDATION_MANIFEST
 from raytrain.storage.disk_cache import DiskCache
 from raytrain.storage.open import open_store, read_input
 from raytrain.storage.store import Store
 
-_log = logging.getLogger(__name__)
 BALANCED = "balanced"
-_NUM_MEASURED_IMAGES = 1024  # for mean and standard deviation
-_NEARLY_BLACK = 32  # of 256; no image has all of its values below, unless it is dark by mistake
-_MOST_ONE_COLOUR = 0.05  # fraction of the images that may be nearly black, or white, without a line
 _MAX_WEIGHT = float(np.finfo(np.float32).max)  # the loss has the weights of classes in float32
 _EVALUATION_BATCH_PER_WORKER = 250  # images
 
@@ -194,11 +187,11 @@ def open_dataset(config: TrainConfig, run_store: Store | None = None) -> Dataset
                 for part, store in stores.items()
             }
         manifests = labelled_parts(config, stores, tables)
-        _report_copies(stores, manifests)
+        report_copies(stores, manifests)
     train, validation, test = manifests["train"], manifests["validation"], manifests.get("test")
 
     # Test images are validation images if there are no others.
-    _report_trained_on(train, {part: manifests.get(part, validation) for part in HELD_OUT if part in stores})
+    report_trained_on(train, {part: manifests.get(part, validation) for part in HELD_OUT if part in stores})
 
     held_out_format = evaluation_format(config)
     mean, std = _mean_std(config, stores["train"], train, held_out_format)
@@ -218,49 +211,6 @@ def open_dataset(config: TrainConfig, run_store: Store | None = None) -> Dataset
         std=std,
         stored=stored_train,
     )
-
-
-def _report_trained_on(train: Manifest, held_out: Mapping[Part, Manifest]) -> None:
-    """Log how many images of parts that have an option of their own, such as --test-data, are trained on, too.
-
-    A folder that is given for two parts is a slip, or a first try, and so is one within the other: its images are then
-    both trained on and held out. They are not if labels or folders divide them.
-    """
-    for part, images in held_out.items():
-        train_url, url = f"{train.url.rstrip('/')}/", f"{images.url.rstrip('/')}/"
-        if train_url == url:
-            relation = "is the folder of"
-        elif url.startswith(train_url):
-            relation = "is within"
-        elif train_url.startswith(url):
-            relation = "contains"
-        else:
-            continue
-        trained_on = {train_url + key for key in train.keys.to_pylist()}
-        if num_trained := sum(url + key in trained_on for key in images.keys.to_pylist()):
-            _log.warning(
-                "%s of %s %s images are trained on, too, as --%s-data %s --data: they say nothing of how the network "
-                "does on others.",
-                *(f"{num_trained:,}", f"{len(images):,}", part, part, relation),
-            )
-
-
-def _report_copies(stores: Mapping[Part, Store], manifests: Mapping[Part, Manifest]) -> None:
-    """Log how many held-out images are copies of training images, in folders of their own or of another class."""
-    store_of = {store.url: store for store in stores.values()}
-    training, *held_out = (
-        (part, StoredImages(store_of[manifest.url], manifest)) for part, manifest in manifests.items()
-    )
-    for part, images in held_out:
-        copies = find_copies(training[1], images)
-        if copies.equal:
-            _log.warning(
-                "%s of %s %s images have the name and the size of a training image of their class; %s of %s that were "
-                "compared have its content, too, and say nothing of how the network does on others. `raytrain look` "
-                "compares all.",
-                *(f"{copies.candidates:,}", f"{len(images.manifest):,}", part),
-                *(f"{copies.equal:,}", f"{copies.compared:,}"),
-            )
 
 
 def _stored_parts(run_store: Store) -> dict[Part, Manifest]:
@@ -340,58 +290,6 @@ def _mean_std(
         return config.mean, config.std
     mean, std = measure_mean_std(store, train, format, config.seed)  # decodes up to 1,024 images
     return config.mean or mean, config.std or std
-
-
-def measure_mean_std(
-    store: Store, manifest: Manifest, format: ImageFormat, seed: int
-) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return mean and standard deviation of each channel in 0..1, over at most 1,024 random images.
-
-    Raises UsageError if none of these can be decoded.
-    """
-    chosen = manifest.select(np.sort(random_order(manifest, seed)[:_NUM_MEASURED_IMAGES]))
-    images = readable_images(store, chosen, format.shape, format.cropping)
-    _report_black_and_white(images, manifest.url)
-    # Add up values and squares image by image: all images at once would take gigabytes as float64.
-    sums = np.zeros((2, format.shape.channels))
-    for image in images:
-        values = image.reshape(-1, format.shape.channels) / 255
-        sums += values.sum(axis=0), np.square(values).sum(axis=0)
-    mean, mean_of_squares = sums / (len(images) * format.shape.height * format.shape.width)
-    std = np.sqrt(np.maximum(mean_of_squares - mean**2, 0)).clip(min=1e-3)  # of images of one colour it would be 0
-    return tuple(mean.round(6).tolist()), tuple(std.round(6).tolist())
-
-
-def _report_black_and_white(images: Sequence[Pixels], url: str) -> None:
-    """Log how many of ``images`` are nearly black or nearly white, if that is more than one in twenty.
-
-    Such files are seldom meant so. A camera or a scanner of 12 bits leaves the upper 4 of 16 empty, a mask holds small
-    numbers, and a white drawing on a transparent ground is white on white.
-    """
-    num_black = sum(int(image.max()) < _NEARLY_BLACK for image in images)
-    num_white = sum(int(image.min()) > 255 - _NEARLY_BLACK for image in images)
-    if num_black > _MOST_ONE_COLOUR * len(images):
-        _log.warning(
-            "%s of %s training images of %s that were measured are nearly black: no value is above %s of 255. Of 16 "
-            "bits a value the upper 8 are read, so 12 bits (up to 4,095) have to be scaled to 65,535; and masks, which "
-            "hold small numbers, are no images.",
-            *(f"{num_black:,}", f"{len(images):,}", url, _NEARLY_BLACK - 1),
-        )
-    if num_white > _MOST_ONE_COLOUR * len(images):
-        _log.warning(
-            "%s of %s training images of %s that were measured are nearly white: no value is below %s of 255. What is "
-            "transparent is white, so a white drawing needs another ground.",
-            *(f"{num_white:,}", f"{len(images):,}", url, 256 - _NEARLY_BLACK),
-        )
-
-
-def random_order(manifest: Manifest, seed: int) -> Int64s:
-    """Return the indices of all images in a random order, (N,).
-
-    Packed images keep their order, which is random already, so that few shards have the first ones.
-    """
-    order = np.arange(len(manifest))
-    return order if manifest.packing is not None else np.random.default_rng(seed).permutation(order)
 
 
 def class_weights(option: str | None, train: Manifest) -> tuple[float, ...] | None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -17,9 +18,11 @@ import numpy as np
 from raytrain.data.images.fetch_and_decode import read_contents, require_bytes
 from raytrain.data.images.image_format import BadImage
 from raytrain.data.labels.manifest import Manifest
+from raytrain.data.labels.part_names import Part
 from raytrain.data.plan.permutation import Int64s
 from raytrain.storage.store import Store
 
+_log = logging.getLogger(__name__)
 _NUM_READ_AT_ONCE = 64  # images
 _MD5 = re.compile(r"[0-9a-f]{32}")
 _MOST_COMPARED = 16  # held-out images, with one training image each
@@ -91,6 +94,24 @@ def find_duplicates(parts: Sequence[StoredImages], deadline_s: float) -> Duplica
     )
 
 
+def report_copies(stores: Mapping[Part, Store], manifests: Mapping[Part, Manifest]) -> None:
+    """Log how many held-out images are copies of training images, in folders of their own or of another class."""
+    store_of = {store.url: store for store in stores.values()}
+    training, *held_out = (
+        (part, StoredImages(store_of[manifest.url], manifest)) for part, manifest in manifests.items()
+    )
+    for part, images in held_out:
+        copies = find_copies(training[1], images)
+        if copies.equal:
+            _log.warning(
+                "%s of %s %s images have the name and the size of a training image of their class; %s of %s that were "
+                "compared have its content, too, and say nothing of how the network does on others. `raytrain look` "
+                "compares all.",
+                *(f"{copies.candidates:,}", f"{len(images.manifest):,}", part),
+                *(f"{copies.equal:,}", f"{copies.compared:,}"),
+            )
+
+
 class Copies(NamedTuple):
     """Held-out images that have the name and the size of a training image of their class, as copies have."""
 
@@ -131,6 +152,31 @@ def find_copies(training: StoredImages, held_out: StoredImages) -> Copies:
         index in hashes_held_out and hashes_held_out[index] == hashes_training.get(pairs[index]) for index in chosen
     )
     return Copies(len(pairs), len(chosen), num_equal)
+
+
+def report_trained_on(train: Manifest, held_out: Mapping[Part, Manifest]) -> None:
+    """Log how many images of parts that have an option of their own, such as --test-data, are trained on, too.
+
+    A folder that is given for two parts is a slip, or a first try, and so is one within the other: its images are then
+    both trained on and held out. They are not if labels or folders divide them.
+    """
+    for part, images in held_out.items():
+        train_url, url = f"{train.url.rstrip('/')}/", f"{images.url.rstrip('/')}/"
+        if train_url == url:
+            relation = "is the folder of"
+        elif url.startswith(train_url):
+            relation = "is within"
+        elif train_url.startswith(url):
+            relation = "contains"
+        else:
+            continue
+        trained_on = {train_url + key for key in train.keys.to_pylist()}
+        if num_trained := sum(url + key in trained_on for key in images.keys.to_pylist()):
+            _log.warning(
+                "%s of %s %s images are trained on, too, as --%s-data %s --data: they say nothing of how the network "
+                "does on others.",
+                *(f"{num_trained:,}", f"{len(images):,}", part, part, relation),
+            )
 
 
 def _hashes(

@@ -15,7 +15,7 @@ from torch import Tensor
 from raytrain.config import ResolvedConfig, TrainConfig
 from raytrain.config.user_code import load_optional
 from raytrain.data.blocks import LocalBatch
-from raytrain.data.dataset import Dataset, count_left_out, random_order
+from raytrain.data.dataset import Dataset, count_left_out
 from raytrain.data.duplicates import Duplicates, StoredImages, find_duplicates
 from raytrain.data.images.crop_box import Pixels
 from raytrain.data.images.decode import read_header
@@ -233,7 +233,7 @@ def _contents(data: Dataset, seed: int, deadline_s: float) -> Iterator[tuple[str
     The first ones of each part are read even if ``deadline_s`` has passed.
     """
     parts = [(store, manifest) for store, manifest, _ in data.parts.values()]
-    orders = [random_order(manifest, seed) for _, manifest in parts]
+    orders = [manifest.random_order(seed) for _, manifest in parts]
     for start in range(0, _MAX_SAMPLED, _NUM_READ_AT_ONCE):
         if start and time.monotonic() >= deadline_s:
             return

@@ -33,7 +33,7 @@ from raytrain.config import ResolvedConfig, TrainConfig
 from raytrain.config.data import AugmentationOptions, DataOptions
 from raytrain.config.user_code import load_optional
 from raytrain.data.blocks import LocalBatch
-from raytrain.data.dataset import Dataset, evaluation_plan, open_dataset, training_plan
+from raytrain.data.dataset import Dataset, evaluation_plan, open_dataset
 from raytrain.data.images.crop_box import fastest_resizer
 from raytrain.data.labels.part_names import Part
 from raytrain.data.prefetch import Prefetch
@@ -135,7 +135,7 @@ class ImageLoader:
         try:
             self._processes = self._group.everywhere(lambda: start_decoding(asked.data, self._open_resources))
             self._config, self._data = _list_together(asked, self._group)
-            self._plan = training_plan(self._config, self._data.train)
+            self._plan = self._data.plan(self._config)
             if not len(self):
                 raise UsageError(
                     f"batch_size is {batch_size}, and drop_last leaves out the only batch of an epoch, as there are "

@@ -11,7 +11,7 @@ from itertools import islice
 
 from raytrain.config import ResolvedConfig
 from raytrain.data.blocks import LocalBatch
-from raytrain.data.dataset import Dataset, training_plan
+from raytrain.data.dataset import Dataset
 from raytrain.data.images.crop_box import fastest_resizer
 from raytrain.data.labels.part_names import Part
 from raytrain.loader.decoders import DecoderKilled, ImageReporter, NewProcess, start_processes
@@ -86,7 +86,7 @@ class ProcessImages:
 
     def _start(self, processes: Sequence[NewProcess], *, isolated: bool) -> None:
         """Have ``processes`` decode the images from now on."""
-        plan = training_plan(self._config, self._data.train)
+        plan = self._data.plan(self._config)
         self._is_isolated = isolated
         self._batches = MachineBatches(
             self._data,

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from raytrain.data.dataset import measure_mean_std, open_dataset
+from raytrain.data.dataset import open_dataset
 from raytrain.data.images.image_format import ImageFormat, ImageShape
 from raytrain.data.labels.folders import build_manifest
+from raytrain.data.mean_std import measure_mean_std
 from raytrain.recipes import auto
 from raytrain.storage.open import open_store
 

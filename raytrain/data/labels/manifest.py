@@ -151,6 +151,14 @@ class Manifest:
             packing=self.packing and self.packing.select(indices),
         )
 
+    def random_order(self, seed: int) -> npt.NDArray[np.int64]:
+        """Return the indices of all images in a random order, (N,).
+
+        Packed images keep their order, which is random already, so that few shards have the first ones.
+        """
+        order = np.arange(len(self))
+        return order if self.packing is not None else np.random.default_rng(seed).permutation(order)
+
     def to_parquet(self) -> bytes:
         """Encode a Parquet file with the columns key, label, size_bytes, etag; for packed images also shard and row.
 
