@@ -29,7 +29,7 @@ import numpy as np
 from raytrain.config import TrainConfig
 from raytrain.config.network import Size, first_and_full_size, timm_name
 from raytrain.config.user_code import names_own_function
-from raytrain.data.dataset import Dataset, random_order
+from raytrain.data.dataset import Dataset
 from raytrain.data.images.decode import read_header
 from raytrain.data.images.fetch_and_decode import read_contents, require_bytes
 from raytrain.data.images.image_format import BadImage
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 _log = logging.getLogger("raytrain")
+_recipe_auto = cache(auto)  # without any choice; each call checks all options anew
 
 PHOTOGRAPH_SIDE = 64
 """Pixels of the shorter side from which on images count as photographs, and features of ImageNet help."""
@@ -117,7 +118,7 @@ def measure_images(config: TrainConfig, data: Dataset) -> Images:
     ``side`` is measured on 32 random ones, by their headers; 224 if none of them can be read.
     """
     counts = data.train.class_counts()
-    chosen = data.train.select(np.sort(random_order(data.train, config.seed)[:_NUM_MEASURED]))
+    chosen = data.train.select(np.sort(data.train.random_order(config.seed)[:_NUM_MEASURED]))
     sides: list[int] = []
     for content in read_contents(data.train_store, chosen):
         try:
@@ -293,7 +294,7 @@ def lines_of_choice(config: TrainConfig, images: Images, chosen: Mapping[str, An
     ``config`` has the chosen network already. Values that are the recipe's defaults anyway are left out; if all are,
     there are no lines.
     """
-    defaults = _plain_auto()
+    defaults = _recipe_auto()
     sizes = f"{images.number:,} training images of {images.classes:,} classes, about {images.side} pixels"
     lines = [f"Chosen for {sizes}; any flag that you give stays:"]
     for subject, names in CHOICES.items():
@@ -416,13 +417,7 @@ def _epochs(images: Images, *, num_seen: int, fewest: int, most: int) -> int:
 
 def _is_open(config: TrainConfig, name: str) -> bool:
     """Return whether nobody has given the option: it is open, and code has not replaced it since, as a sweep does."""
-    return name in config.open_options and getattr(config, name) == getattr(_plain_auto(), name)
-
-
-@cache
-def _plain_auto() -> TrainConfig:
-    """Return the options of the recipe auto without any choice. Cached, as all options are checked each time."""
-    return auto()
+    return name in config.open_options and getattr(config, name) == getattr(_recipe_auto(), name)
 
 
 def _given(config: TrainConfig, name: str, chosen: str | float) -> Any:

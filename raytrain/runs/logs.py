@@ -127,7 +127,7 @@ class LogText:
 
     def content(self) -> bytes:
         """Return the text for storage, redacted and encoded: all of it, or of a long one the last 8 MiB."""
-        return (bytes(self._settled) + _encoded(redact(self._latest + self.line())))[-MAX_LOG_BYTES:]
+        return (bytes(self._settled) + redact(self._latest + self.line()).encode(errors="replace"))[-MAX_LOG_BYTES:]
 
     def _extend_line(self, text: str) -> None:
         """Add ``text`` to the line that is being written, of which a bounded part is kept."""
@@ -152,17 +152,13 @@ class LogText:
         near = before[-_LONGEST_SECRET:]
         # A secret crosses the border if redacting both sides together gives another text than redacting each.
         if redact(near + after) == redact(near) + redact(after):
-            self._settled += _encoded(redact(before))
+            self._settled += redact(before).encode(errors="replace")
             self._latest = after
         # Then wait for more text, but not for ever: what is redacted anew each time must not grow without limit.
         elif len(self._latest) > 2 * _PIECE_BYTES:
-            self._settled += _encoded(redact(self._latest))
+            self._settled += redact(self._latest).encode(errors="replace")
             self._latest = ""
         del self._settled[:-MAX_LOG_BYTES]
-
-
-def _encoded(text: str) -> bytes:
-    return text.encode(errors="replace")
 
 
 @dataclass
@@ -371,7 +367,7 @@ class DriverLog(LogCopies):
         # The disk of the temporary folder may be full. Whatever prints must not fail because of that.
         with self._writing, suppress(OSError):
             if not self._file.closed:
-                self._file.write(_encoded(text))
+                self._file.write(text.encode(errors="replace"))
 
 
 class _Tee:

@@ -87,8 +87,9 @@ def check_downloads(model: str, location: str) -> None:
     elif ":" not in model:
         cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
         home = Path(os.environ.get("TORCH_HOME") or f"{cache}/torch").expanduser()
-        begins = _without_separators(model).rstrip("0")
-        is_here = any(_without_separators(file.name).startswith(begins) for file in home.glob("hub/checkpoints/*"))
+        files = home.glob("hub/checkpoints/*")
+        begins = re.sub(r"[._-]", "", model).rstrip("0")
+        is_here = any(re.sub(r"[._-]", "", file.name).startswith(begins) for file in files)
         if not is_here:
             from torchvision.models import get_model_weights  # deferred: it imports torch, which takes seconds
 
@@ -115,11 +116,6 @@ def not_downloaded(library: str, name: str, reason: object) -> StorageError:
         f"{library}'s weights for {name} cannot be downloaded ({reason}); save them on a machine with a network "
         "connection with torch.save(model.state_dict(), FILE), and give --weights FILE."
     )
-
-
-def _without_separators(name: str) -> str:
-    """Return a name without dots, hyphens and underscores, which differ between networks and their files."""
-    return re.sub(r"[._-]", "", name)
 
 
 def _hub_server() -> str:
