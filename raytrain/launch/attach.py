@@ -493,7 +493,7 @@ class MessageReporter:
 
 
 class AttachedLaunch:
-    """A :class:`~raytrain.launch.launch_protocol.Launch` of workers that run already. It lives in process 0."""
+    """A :class:`~raytrain.launch.session.Launch` of workers that run already. It lives in process 0."""
 
     ends_workers = False
 

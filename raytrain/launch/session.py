@@ -24,11 +24,12 @@ import dataclasses
 import logging
 from contextlib import suppress
 from enum import Enum, auto
+from typing import Protocol
 
+from raytrain.config import ResolvedConfig
 from raytrain.errors import CoordinatorLost, RaytrainError, StorageError
-from raytrain.launch.coordinator import Ending
+from raytrain.launch.coordinator import Coordinator, Ending
 from raytrain.launch.gather_provenance import Gathering
-from raytrain.launch.launch_protocol import Launch
 from raytrain.launch.notification import Notification, message_of, notify_target
 from raytrain.launch.prepare import PreparedRun
 from raytrain.launch.suspicious_pictures import SuspiciousPictures
@@ -51,6 +52,44 @@ _POLL_EVERY_S = 0.5
 _ABORTED_WITHIN_S = 5.0  # that documents being written may take when the session is interrupted
 _STATUS_AFTER: dict[object, str] = {KeyboardInterrupt: "interrupted", CoordinatorLost: "starting"}
 """The status of a run whose session was interrupted by such an exception; after any other, it is "failed"."""
+
+
+class Launch(Protocol):
+    """The interface of what starts and ends the workers of a run; :class:`RunSession` does the rest.
+
+    There are three: on a Ray cluster (:class:`~raytrain.launch.ray.ray_launch.RayLaunch`), on this machine without Ray
+    (:class:`~raytrain.launch.local.local_launch.LocalLaunch`), and of workers that something else has started
+    (:class:`~raytrain.launch.attach.AttachedLaunch`).
+    """
+
+    config: ResolvedConfig
+    num_workers: int
+    ends_workers: bool
+    """True if a stop that comes before the workers train may end them at once."""
+
+    def start(self) -> Coordinator:
+        """Start the workers, their feed of images and their coordinator; return the coordinator.
+
+        If the coordinator is in another process, the returned object passes on each call, and raises
+        :class:`CoordinatorLost` if that process has died.
+        """
+        ...
+
+    def poll(self, snapshot: Snapshot) -> None:
+        """Handle messages and check the workers; called about twice a second while they train."""
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait at most ``timeout_s`` for the workers to report the end; return whether their processes have ended."""
+        ...
+
+    def failure(self) -> str | None:
+        """Return why the workers ended, if they could not report it themselves."""
+
+    def end_workers(self) -> None:
+        """See the workers to their end: nothing more of them may reach the run's documents."""
+
+    def close(self, *, finished: bool) -> None:
+        """Release everything that belongs to the run; unless it is ``finished``, its workers may still train."""
 
 
 class RunPhase(Enum):

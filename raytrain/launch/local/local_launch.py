@@ -43,7 +43,7 @@ _MAX_SOCKET_FOLDER = 90  # bytes; the path of a socket may have 104, on Linux 10
 
 
 class LocalLaunch:
-    """A :class:`~raytrain.launch.launch_protocol.Launch` on this machine, whose workers ``agent`` starts.
+    """A :class:`~raytrain.launch.session.Launch` on this machine, whose workers ``agent`` starts.
 
     Raises UsageError if the machine has too few cores, GPUs or too little memory for the run.
     """

@@ -39,7 +39,7 @@ os.environ.setdefault("RAY_TRAIN_ENABLE_STATE_TRACKING", "1")  # the dashboard o
 
 
 class RayLaunch:
-    """A :class:`~raytrain.launch.launch_protocol.Launch` that starts, watches and ends a run's processes on a cluster.
+    """A :class:`~raytrain.launch.session.Launch` that starts, watches and ends a run's processes on a cluster.
 
     The constructor decides on the workers and on the options that were left open, and starts no worker yet. It raises
     UsageError if the cluster has too few CPUs or GPUs, or too little memory, if not all nodes share the storage, or if
