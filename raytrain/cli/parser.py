@@ -18,10 +18,10 @@ from raytrain.cli.flags import hints_of_command
 from raytrain.cli.options_file import read_options_file
 from raytrain.cli.tyro_parser import ALL_HELP, CONFIG_FILE, HELP, Commands, parse_words
 from raytrain.config import TrainConfig
+from raytrain.config.named_functions import names_own_function, stored_function_error
 from raytrain.config.option_marks import Mark, Synonym
 from raytrain.config.option_values import hints_of
 from raytrain.config.options import marks_of, options_with
-from raytrain.config.user_code import names_own_function, stored_function_error
 from raytrain.errors import UsageError, flag
 from raytrain.recipes import AUTO, CUSTOM, RECIPES
 from raytrain.runs.documents import CONFIG, open_run, read_config, run_store

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from raytrain.config import ResolvedConfig, TrainConfig
-from raytrain.config.user_code import load_optional
+from raytrain.config.named_functions import load_optional
 from raytrain.data.blocks import LocalBatch
 from raytrain.data.dataset import Dataset, count_left_out
 from raytrain.data.duplicates import Duplicates, StoredImages, find_duplicates

@@ -22,8 +22,8 @@ from torch import profiler as torch_profiler
 from torch.profiler import record_function
 
 from raytrain.config import TrainConfig
+from raytrain.config.named_functions import load_optional
 from raytrain.config.option_values import Location
-from raytrain.config.user_code import load_optional
 from raytrain.errors import UsageError, format_count
 from raytrain.launch.option_checks import check_options
 from raytrain.launch.prepare import open_decided

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from raytrain.config import TrainConfig
-from raytrain.config.user_code import names_own_function
+from raytrain.config.named_functions import names_own_function
 from raytrain.data.labels.listing import lost_files
 from raytrain.display.console import (
     UNKNOWN,

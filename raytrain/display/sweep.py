@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
-from raytrain.config.user_code import names_own_function
+from raytrain.config.named_functions import names_own_function
 from raytrain.display.console import UNKNOWN, format_dollars, format_optional
 from raytrain.display.curves import GREY, ORANGE, plain_axes, titled_figure, whole_ticks
 from raytrain.display.event_text import stop_text

@@ -15,7 +15,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from raytrain.config import TrainConfig
-from raytrain.config.user_code import check_loop, load_optional
+from raytrain.config.named_functions import load_optional
+from raytrain.config.pickled_code import check_loop
 from raytrain.errors import UsageError
 from raytrain.experiments.optuna_study import check_optuna
 from raytrain.experiments.scaling import Compared

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from raytrain.config import TrainConfig
+from raytrain.config.named_functions import names_own_function, stored_function_error
 from raytrain.config.option_values import matches
-from raytrain.config.user_code import names_own_function, stored_function_error
 from raytrain.errors import UsageError, format_count
 from raytrain.experiments.search_space import (
     Point,

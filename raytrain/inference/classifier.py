@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from raytrain.config import ResolvedConfig
 from raytrain.config.evaluation import TestView
+from raytrain.config.named_functions import load_optional, stored_function_error
 from raytrain.config.option_values import Location
-from raytrain.config.user_code import load_optional, stored_function_error
 from raytrain.data.dataset import evaluation_format
 from raytrain.data.images.crop_box import Pixels
 from raytrain.data.images.decode import decode, pixels_of, turn_upright

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from raytrain.config import ResolvedConfig
-from raytrain.config.child_processes import send_own_code
+from raytrain.config.pickled_code import send_own_code
 from raytrain.config.user_code import in_one_sentence
 from raytrain.data.plan.batch_plan import BatchPlan
 from raytrain.errors import UsageError

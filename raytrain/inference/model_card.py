@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 
 from raytrain.config import ResolvedConfig
+from raytrain.config.named_functions import load_function
 from raytrain.config.network import timm_name
-from raytrain.config.user_code import load_function
 from raytrain.inference.classifier import Classifier
 from raytrain.recipes import auto
 from raytrain.runs.outcome import train_command

@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import numpy as np
 
 from raytrain.config import TrainConfig
+from raytrain.config.named_functions import names_own_function
 from raytrain.config.network import Size, first_and_full_size, timm_name
-from raytrain.config.user_code import names_own_function
 from raytrain.data.dataset import Dataset
 from raytrain.data.images.decode import read_header
 from raytrain.data.images.fetch_and_decode import read_contents, require_bytes

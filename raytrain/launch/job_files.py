@@ -17,9 +17,9 @@ from pathlib import Path
 from pathspec import GitIgnoreSpec
 
 from raytrain.config import TrainConfig
+from raytrain.config.named_functions import names_own_function
 from raytrain.config.option_marks import Mark
 from raytrain.config.options import options_with
-from raytrain.config.user_code import names_own_function
 from raytrain.errors import UsageError, current_folder, flag
 
 _MAX_BYTES = 100 * 1024**2  # Ray's limit

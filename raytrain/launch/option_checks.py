@@ -26,7 +26,8 @@ def check_options(config: TrainConfig, loop: Callable[[Run], None] | None = None
 
     Example: ``check_options(TrainConfig(data="images", model="resnet"))`` raises it, with similar names.
     """
-    from raytrain.config.user_code import check_loop, check_module
+    from raytrain.config.named_functions import check_module
+    from raytrain.config.pickled_code import check_loop
     from raytrain.training.loop_checks.loop_mistakes import check_loop_function, check_named_function
     from raytrain.training.metrics.evaluation_metrics import measured_metrics
     from raytrain.training.model_names import check_model_name, check_optimizer_name
@@ -74,7 +75,7 @@ def check_named_code(config: TrainConfig) -> None:
 
     It neither runs the user's code nor asks over the network. What only these can find out is checked later.
     """
-    from raytrain.config.user_code import check_module, names_own_function
+    from raytrain.config.named_functions import check_module, names_own_function
     from raytrain.training.loop_checks.loop_mistakes import check_named_function
     from raytrain.training.weights_source import check_weights_source
 

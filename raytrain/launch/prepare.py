@@ -505,7 +505,7 @@ class PreparedRun(TrainRequest):
         It is off for a loop that does not build the network of ``--model``, and for an attached run: which network
         these train is not known yet.
         """
-        from raytrain.config.user_code import load_optional
+        from raytrain.config.named_functions import load_optional
         from raytrain.training.loop_checks.unused_options import names_in_code
         from raytrain.training.networks.memory_format import (
             suits_channels_last,  # imports torch, as the workers do meanwhile

@@ -31,7 +31,7 @@ import torch
 
 from raytrain.config import ResolvedConfig, TrainConfig
 from raytrain.config.data import AugmentationOptions, DataOptions
-from raytrain.config.user_code import load_optional
+from raytrain.config.named_functions import load_optional
 from raytrain.data.blocks import LocalBatch
 from raytrain.data.dataset import Dataset, evaluation_plan, open_dataset
 from raytrain.data.images.crop_box import fastest_resizer

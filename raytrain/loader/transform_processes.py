@@ -26,7 +26,8 @@ import numpy as np
 import torch
 
 from raytrain.config import ResolvedConfig
-from raytrain.config.user_code import import_missing_files, own_files, pickle_own_code, sending
+from raytrain.config.named_functions import import_missing_files, own_files
+from raytrain.config.pickled_code import pickle_own_code, sending
 from raytrain.data.blocks import Block, LocalBatch
 from raytrain.data.dataset import training_format
 from raytrain.data.images.crop_box import Pixels

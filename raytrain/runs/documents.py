@@ -21,8 +21,8 @@ from functools import cache
 from typing import Any, TypeVar, cast, get_type_hints
 
 from raytrain.config import ResolvedConfig, TrainConfig
+from raytrain.config.named_functions import names_own_function, stored_function_error
 from raytrain.config.option_values import fits_64_bits, matches
-from raytrain.config.user_code import names_own_function, stored_function_error
 from raytrain.errors import UsageError, did_you_mean, shell_command
 from raytrain.runs.redact import redact
 from raytrain.storage.store import Store

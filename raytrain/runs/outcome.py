@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 from raytrain.config import TrainConfig
+from raytrain.config.named_functions import names_own_function
 from raytrain.config.option_marks import Mark
 from raytrain.config.options import options_with
-from raytrain.config.user_code import names_own_function
 from raytrain.errors import TrainingFailed, option_name, shell_command
 from raytrain.recipes import AUTO, CUSTOM, RECIPES
 from raytrain.runs.documents import known_fields

@@ -12,8 +12,8 @@ from itertools import chain
 from typing import Any, TypeAlias, cast
 
 from raytrain.config.extras import extra
+from raytrain.config.named_functions import load_function
 from raytrain.config.option_values import Location
-from raytrain.config.user_code import load_function
 from raytrain.errors import RaytrainError, UsageError, did_you_mean
 from raytrain.monitor.events import Event, TrackerFailed, TrackerOpened
 from raytrain.runs.checkpoint_files import newest_checkpoint

@@ -11,7 +11,7 @@ from contextlib import closing, contextmanager, suppress
 import torch
 from torch import Tensor
 
-from raytrain.config.child_processes import send_own_code
+from raytrain.config.pickled_code import send_own_code
 from raytrain.config.user_code import describe, lacks_memory, restart_may_help, users_line
 from raytrain.data.images.malloc import keep_freed_memory
 from raytrain.errors import LoopFailed, RaytrainError, StorageError, UsageError

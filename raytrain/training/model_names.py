@@ -9,8 +9,8 @@ from functools import cache
 from pathlib import Path
 
 from raytrain.config.extras import extra
+from raytrain.config.named_functions import check_module
 from raytrain.config.network import timm_name
-from raytrain.config.user_code import check_module
 from raytrain.errors import UsageError, did_you_mean
 
 # How torchvision and timm write the function of a network in their files.

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raytrain.config import ResolvedConfig
-from raytrain.config.user_code import load_optional
+from raytrain.config.named_functions import load_optional
 from raytrain.data.dataset import Dataset, class_weights, evaluation_plan
 from raytrain.data.labels.part_names import Part
 from raytrain.data.plan.batch_plan import BatchPlan

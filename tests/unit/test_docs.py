@@ -11,7 +11,7 @@ import pytest
 
 from raytrain.cli.commands import COMMANDS
 from raytrain.cli.parser import parse
-from raytrain.config.user_code import load_function
+from raytrain.config.named_functions import load_function
 from raytrain.recipes import RECIPES
 from tests.helpers.folder_runs import folder_run, train_here
 from tests.helpers.tree import package_tree, written_tree

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from raytrain.config import TrainConfig
-from raytrain.config.user_code import check_loop, load_function
+from raytrain.config.named_functions import load_function
+from raytrain.config.pickled_code import check_loop
 from raytrain.errors import UsageError
 from raytrain.launch.ray.worker import pickle_functions
 from raytrain.launch.train import train

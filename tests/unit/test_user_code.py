@@ -13,15 +13,9 @@ import torch.distributed as dist
 from ray.exceptions import RayActorError
 
 import raytrain
-from raytrain.config.user_code import (
-    check_loop,
-    describe,
-    is_of_user,
-    load_function,
-    own_files,
-    pickle_own_code,
-    restart_may_help,
-)
+from raytrain.config.named_functions import load_function, own_files
+from raytrain.config.pickled_code import check_loop, pickle_own_code
+from raytrain.config.user_code import describe, is_of_user, restart_may_help
 from raytrain.errors import UsageError
 from raytrain.training.networks.model import build_model
 

@@ -20,7 +20,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import psutil
 
-from raytrain.config.user_code import pickle_own_code
+from raytrain.config.pickled_code import pickle_own_code
 from raytrain.data.dataset import Dataset
 from raytrain.errors import CoordinatorLost, RaytrainError, current_folder, some_of
 from raytrain.launch.coordinator import Coordinator

@@ -21,8 +21,8 @@ from urllib.parse import urlsplit
 
 import raytrain
 from raytrain.config import TrainConfig
+from raytrain.config.named_functions import check_module
 from raytrain.config.network import timm_name
-from raytrain.config.user_code import check_module
 from raytrain.errors import RaytrainError, TrainingFailed, UsageError, flag
 from raytrain.launch.gather_provenance import COMMIT_VARIABLE, GitStatus, own_code_files
 from raytrain.launch.job_files import JobFiles, check_places, own_functions

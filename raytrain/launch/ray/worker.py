@@ -27,7 +27,8 @@ import torch.distributed as dist
 from ray.util import get_current_placement_group
 
 import raytrain
-from raytrain.config.user_code import pickle_own_code, sending, trace_of
+from raytrain.config.pickled_code import pickle_own_code, sending
+from raytrain.config.user_code import trace_of
 from raytrain.data.blocks import CachedBlocks, LocalBatch, batches_from_cache, batches_from_stream
 from raytrain.data.labels.manifest import Manifest
 from raytrain.data.labels.part_names import Part

@@ -14,8 +14,9 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from raytrain.config import TrainConfig
+from raytrain.config.named_functions import load_function
 from raytrain.config.network import first_and_full_size, timm_name
-from raytrain.config.user_code import in_one_sentence, load_function
+from raytrain.config.user_code import in_one_sentence
 from raytrain.errors import UsageError, did_you_mean
 from raytrain.training.model_names import missing_package, unknown_classifier, unknown_timm_model
 from raytrain.training.weights_source import not_downloaded
