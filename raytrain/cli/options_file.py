@@ -143,20 +143,23 @@ def _value_of(entry: _Entry, name: str) -> Any:
         )
 
     # As on the command line, `none` is None if the option may be None, and 128 is a text if the option must be one.
-    def fits(value: Any) -> bool:
-        with suppress(UsageError):
-            read_value(name, value, hint, numbers_as_text=False)
-            return True
-        return False
-
     value = None if str(entry.value).lower() == NONE and matches(None, hint) else entry.value
+    if entry.words is not None and not _fits(name, value, hint) and _fits(name, entry.words, hint):
+        value = entry.words
     try:
-        use_words = entry.words is not None and not fits(value) and fits(entry.words)
-        value = read_value(name, entry.words if use_words else value, hint)
+        value = read_value(name, value, hint)
         check_limit(TrainConfig, name, value)
     except UsageError as error:
         raise UsageError(f"{entry.where}: {error}") from None
     return value
+
+
+def _fits(name: str, value: Any, hint: Any) -> bool:
+    """Return True if the option ``name`` of the type ``hint`` can have this ``value``; a number is no text here."""
+    with suppress(UsageError):
+        read_value(name, value, hint, numbers_as_text=False)
+        return True
+    return False
 
 
 class _Pairs(list[tuple[str, Any]]):

@@ -307,25 +307,7 @@ def class_weights(option: str | None, train: Manifest) -> tuple[float, ...] | No
         if train.label_sets is not None:
             return tuple(((len(train) - sizes).clip(min=1) / sizes).tolist())
         return tuple((len(train) / (len(sizes) * sizes)).tolist())
-
-    # JSON in the option itself, or in a file that it names.
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        if again := [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]:
-            raise UsageError(f"--class-weights: {option} has several weights for {again[0]!r}; give one.")
-        return dict(pairs)
-
-    try:
-        text = option if option.lstrip().startswith("{") else read_input(option, "--class-weights")
-        weights: Any = json.loads(text, object_pairs_hook=once)
-    except UsageError:  # a ValueError, too
-        raise
-    except (ValueError, RecursionError):
-        weights = None
-    if not isinstance(weights, dict):
-        raise UsageError(
-            f"--class-weights is {option}, which must be balanced, or JSON with a weight for each class, such as "
-            '{"cat": 2, "dog": 1}, or a file of it.'
-        )
+    weights = _read_class_weights(option)
 
     # Each class needs a weight, and no other name may have one.
     def is_weight(value: object) -> bool:
@@ -343,3 +325,29 @@ def class_weights(option: str | None, train: Manifest) -> tuple[float, ...] | No
             "give one of them a weight above 0."
         )
     return tuple(float(weights[name]) for name in train.classes)
+
+
+def _read_class_weights(option: str) -> dict[str, Any]:
+    """Return the JSON object that ``--class-weights`` is, or that is in the file which it names.
+
+    Raises UsageError if there is none, or if a name occurs twice in it.
+    """
+
+    def without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if repeated := [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]:
+            raise UsageError(f"--class-weights: {option} has several weights for {repeated[0]!r}; give one.")
+        return dict(pairs)
+
+    try:
+        text = option if option.lstrip().startswith("{") else read_input(option, "--class-weights")
+        weights: Any = json.loads(text, object_pairs_hook=without_repetition)
+    except UsageError:  # a ValueError, too
+        raise
+    except (ValueError, RecursionError):
+        weights = None
+    if not isinstance(weights, dict):
+        raise UsageError(
+            f"--class-weights is {option}, which must be balanced, or JSON with a weight for each class, such as "
+            '{"cat": 2, "dog": 1}, or a file of it.'
+        )
+    return cast("dict[str, Any]", weights)

@@ -130,28 +130,31 @@ def find_copies(training: StoredImages, held_out: StoredImages) -> Copies:
     if training.manifest.packing is not None or held_out.manifest.packing is not None:
         return Copies(0, 0, 0)
 
-    def files_of(manifest: Manifest) -> Iterator[tuple[str, tuple[str, int, int]]]:
-        """Yield the path of each image, and its name, its size and its label, which a copy shares."""
+    def paths_and_marks(manifest: Manifest) -> Iterator[tuple[str, tuple[str, int, int]]]:
+        """Yield the path of each image, and the marks that a copy shares: name, size in bytes and label."""
         rows = zip(manifest.keys.to_pylist(), manifest.sizes_bytes.tolist(), manifest.labels.tolist(), strict=True)
         for key, size_bytes, label in rows:
             yield f"{manifest.url.rstrip('/')}/{key}", (key.rpartition("/")[2], size_bytes, label)
 
-    # Find the training image of each held-out one, if there is one.
-    held_out_files = {file: (index, path) for index, (path, file) in enumerate(files_of(held_out.manifest))}
-    pairs: dict[int, int] = {}
-    for index, (path, file) in enumerate(files_of(training.manifest)):
-        held_out_index, held_out_path = held_out_files.get(file, (-1, path))
-        if held_out_path != path:
-            pairs[held_out_index] = index
+    # Find the training image with the marks of each held-out one, if there is one at another path.
+    held_out_by_marks = {marks: (index, path) for index, (path, marks) in enumerate(paths_and_marks(held_out.manifest))}
+    training_index_of: dict[int, int] = {}  # by the index of the held-out image
+    for training_index, (path, marks) in enumerate(paths_and_marks(training.manifest)):
+        if marks in held_out_by_marks:
+            held_out_index, held_out_path = held_out_by_marks[marks]
+            if held_out_path != path:
+                training_index_of[held_out_index] = training_index
 
-    # Compare some of them, evenly spaced.
-    chosen = sorted(pairs)[:: max(1, len(pairs) // _MOST_COMPARED)][:_MOST_COMPARED]
+    # Compare some of these pairs, evenly spaced.
+    candidates = sorted(training_index_of)
+    chosen = candidates[:: max(1, len(candidates) // _MOST_COMPARED)][:_MOST_COMPARED]
     hashes_held_out = dict(held_out.hashes(np.array(chosen, np.int64)))
-    hashes_training = dict(training.hashes(np.array([pairs[index] for index in chosen], np.int64)))
+    hashes_training = dict(training.hashes(np.array([training_index_of[index] for index in chosen], np.int64)))
     num_equal = sum(
-        index in hashes_held_out and hashes_held_out[index] == hashes_training.get(pairs[index]) for index in chosen
+        index in hashes_held_out and hashes_held_out[index] == hashes_training.get(training_index_of[index])
+        for index in chosen
     )
-    return Copies(len(pairs), len(chosen), num_equal)
+    return Copies(len(candidates), len(chosen), num_equal)
 
 
 def report_trained_on(train: Manifest, held_out: Mapping[Part, Manifest]) -> None:

@@ -99,19 +99,14 @@ class Plot:
             yield Text()
             return
 
-        # A few much higher values, such as the losses of the first steps, do not stretch the y axis: they are drawn at
-        # its upper end. They are those above 97 % of the values, if the axis would be more than four times as long.
         x_range = _range(np.concatenate([xs for xs, _ in drawn]), margin=1)
         all_ys = np.concatenate([ys for _, ys in drawn])
-        low, highest = _range(all_ys, margin=0.1)
-        quantile = float(np.quantile(all_ys, 0.97))
-        is_cut = len(all_ys) >= 20 and quantile > low and all_ys.max() - low > 4 * (quantile - low)
-        high = min(highest, quantile + (quantile - low) / 4) if is_cut else highest
+        low, high = _range_without_outliers(all_ys)
 
-        # Labels of the y axis: at its ends and in its middle.
+        # Labels of the y axis: at its ends and in its middle. Higher values are drawn at its upper end.
         labels = [""] * height
         labels[0], labels[height // 2], labels[-1] = _number(high), _number((low + high) / 2), _number(low)
-        if high < highest:
+        if high < all_ys.max():
             labels[0] = f"≥{labels[0]}"
         for label, line in zip(labels, self._lines(width, height, x_range, (low, high)), strict=True):
             yield Text.assemble((_axis(label, "┤" if label else "│"), "dim"), line)
@@ -152,6 +147,19 @@ class Plot:
             for style, cells in groupby(zip(row, row_styles, strict=True), key=itemgetter(1)):
                 text.append("".join(char for char, _ in cells), style)
             yield text
+
+
+def _range_without_outliers(values: Floats) -> tuple[float, float]:
+    """Return the ends of an axis for ``values``, which a few much higher ones do not stretch.
+
+    Such are the losses of the first steps. They are those above 97 % of the values, if an axis for all of them would be
+    more than four times as long.
+    """
+    low, high = _range(values, margin=0.1)
+    quantile = float(np.quantile(values, 0.97))
+    if len(values) >= 20 and quantile > low and values.max() - low > 4 * (quantile - low):
+        high = min(high, quantile + (quantile - low) / 4)
+    return low, high
 
 
 def _range(values: Floats, margin: float) -> tuple[float, float]:

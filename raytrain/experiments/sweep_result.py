@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -87,16 +88,20 @@ def mean_of_folds(trials: Iterable[TrialResult]) -> tuple[FoldsResult, ...]:
     Combinations without a value come last.
     """
     # Trials belong together if they differ in their fold alone.
-    trials_of_choice: dict[str, list[TrialResult]] = {}
+    trials = list(trials)
+    points: dict[str, Point] = {}  # without the fold, by their texts
+    folds_of_point: defaultdict[str, list[TrialResult]] = defaultdict(list)
     for trial in trials:
-        choice = {name: value for name, value in trial.values.items() if name != "validation_fold"}
-        trials_of_choice.setdefault(as_typed(choice), []).append(trial)
+        point = {name: value for name, value in trial.values.items() if name != "validation_fold"}
+        points[as_typed(point)] = point
+        folds_of_point[as_typed(point)].append(trial)
+
     results: list[FoldsResult] = []
-    for folds in trials_of_choice.values():
+    for text, folds in folds_of_point.items():
         values = [trial.value for trial in folds if trial.value is not None]
         results.append(
             FoldsResult(
-                values={name: value for name, value in folds[0].values.items() if name != "validation_fold"},
+                values=points[text],
                 metric=folds[0].metric,
                 num_folds=len(folds),
                 num_measured=len(values),
@@ -104,8 +109,9 @@ def mean_of_folds(trials: Iterable[TrialResult]) -> tuple[FoldsResult, ...]:
                 deviation=statistics.stdev(values) if len(values) > 1 else None,
             )
         )
+
     # All trials of a sweep are compared by one metric.
-    sign = 1 if any(trial.is_lower_better for folds in trials_of_choice.values() for trial in folds) else -1
+    sign = 1 if any(trial.is_lower_better for trial in trials) else -1
     return tuple(sorted(results, key=lambda result: (result.mean is None, sign * (result.mean or 0.0))))
 
 

@@ -37,7 +37,7 @@ from raytrain.runs.background_and_throttle import Background
 from raytrain.runs.documents import STUDY, SUMMARY, write_json
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.metrics_history import read_metrics
-from raytrain.runs.outcome import StopReason
+from raytrain.runs.outcome import EndStatus, StopReason
 from raytrain.runs.redact import one_line
 from raytrain.training.metrics.evaluation_metrics import measured_metrics
 
@@ -306,9 +306,11 @@ class SweepSession:
         With a ``stop_request``, it was stopped, unless nothing was left to do: then it finished all the same.
         """
         trials = best_first(run.result for run in self._runs)
-        failed = failure is not None or (bool(trials) and all(trial.status == "failed" for trial in trials))
         is_complete = len(trials) == self._planned.num_trials and all(is_over(trial) for trial in trials)
-        stopped = stop_request is not None and not is_complete
+        stop_reason = None if is_complete else stop_request
+        status: EndStatus = "finished" if stop_reason is None else "stopped"
+        if failure is not None or (trials and all(trial.status == "failed" for trial in trials)):
+            status = "failed"
         histories = {
             run.trial.name: read_metrics(run.trial.store)
             for run in self._runs
@@ -316,13 +318,13 @@ class SweepSession:
         }
         return SweepResult(
             name=self._prepared.name,
-            status="failed" if failed else "stopped" if stopped else "finished",
+            status=status,
             best=next((trial.name for trial in trials if trial.value is not None), None),
             trials=trials,
             run_dir=self._prepared.store.url,
             seconds=round(time.monotonic() - self._prepared.started_at, 2),
             dollars=snapshot.dollars,
-            stop_reason=stop_request if stopped else None,
+            stop_reason=stop_reason,
             scaling=self._scalings(histories) if self._planned.varies_workers else (),
             folds=mean_of_folds(trials) if any("validation_fold" in trial.values for trial in trials) else (),
             histories=histories,

@@ -267,30 +267,28 @@ class RunSession:
 
         A run that the monitor has ended has failed, whatever the workers reported.
         """
-        prepared, reason = self._prepared, ending.reason
-        if reason is None and ending.outcome is not None:
-            return ending.outcome
-        progress = progress_of(self._monitor.snapshot(START), prepared.first_step)
-        if reason is None and stopped_before_training:
-            return Outcome(status="stopped", progress=progress)
+        prepared, outcome = self._prepared, ending.outcome
+        if outcome is not None and ending.reason is None:
+            return outcome
+        if outcome is None:
+            progress = progress_of(self._monitor.snapshot(START), prepared.first_step)
+            if stopped_before_training and ending.reason is None:
+                return Outcome(status="stopped", progress=progress)
+            outcome = Outcome(status="failed", progress=progress, accumulate=ending.accumulate)
 
         # It is a failure. The sentence says how to resume the run, unless storage answers that there is no checkpoint.
-        reason = reason or ending.lost or self._launch.failure() or "the workers exited without an error message"
         has_checkpoint = True
         with suppress(StorageError):
             has_checkpoint = newest_checkpoint(prepared.store.fail_fast()) is not None
-        progress = progress if ending.outcome is None else ending.outcome.progress
         sentence = failure_sentence(
             prepared.config,
-            reason,
+            ending.reason or ending.lost or self._launch.failure() or "the workers exited without an error message",
             prepared.loop,
             has_checkpoint=has_checkpoint,
-            has_step=progress.step > 0,
+            has_step=outcome.progress.step > 0,
             command=prepared.command,
         )
-        if ending.outcome is not None:
-            return dataclasses.replace(ending.outcome, status="failed", error=sentence)
-        return Outcome(status="failed", progress=progress, error=sentence, accumulate=ending.accumulate)
+        return dataclasses.replace(outcome, status="failed", error=sentence)
 
     def _conclude(self, outcome: Outcome) -> TrainResult:
         """Write the summary and the rest of the history, end the trackers, send the message, and return the result.

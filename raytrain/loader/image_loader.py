@@ -234,17 +234,18 @@ class ImageLoader:
 
         Raises UsageError if the option ``epochs`` has no more of them, or if another loop has begun meanwhile.
         """
-        # Go on in the middle of an epoch only after a loaded state. After a loop that has left an epoch early, begin
-        # the next one: its number is rounded up.
-        per_epoch = self._plan.steps_per_epoch
-        epoch = self._next_step // per_epoch if self._resumes else -(-self._next_step // per_epoch)
-        if not self._resumes:
-            self._next_step = epoch * per_epoch
+        # Only a loaded state leads into the middle of an epoch. If the loop before has left an epoch early, the next
+        # epoch begins.
+        epoch, position = divmod(self._next_step, self._plan.steps_per_epoch)
+        if position and not self._resumes:
+            epoch, position = epoch + 1, 0
+        first_step_of_epoch = epoch * self._plan.steps_per_epoch
+        self._next_step = first_step_of_epoch + position
         self._resumes = False
         if epoch >= self._config.epochs:
             raise UsageError(f"epochs is {self._config.epochs}, and the loop asks for another one; give more epochs.")
         self._loops = this_loop = self._loops + 1
-        for step in range(self._next_step, epoch * per_epoch + len(self)):
+        for step in range(self._next_step, first_step_of_epoch + len(self)):
             if self._loops != this_loop:
                 raise UsageError(
                     "A loop over an ImageLoader goes on after another one over the same loader has begun, or after a "

@@ -133,28 +133,35 @@ def _check_tables_below(files: Listing) -> None:
 
     # Tables of the names that are read, in folders where they are not.
     tables = sorted(path for path in files.left_out[TABLES] if posixpath.basename(path) in METADATA)
+    url = files.url.rstrip("/")
     for path in tables[:_MOST_TABLES]:
-        url, folder = files.url.rstrip("/"), posixpath.dirname(path)
-        try:
-            table = read_table(f"{url}/{path}", {*KEY_COLUMNS}, {*LABEL_COLUMNS})
-        except UsageError:  # a file of something else
-            continue
-        column_of = {name.lower(): index for index, name in enumerate(table.column_names)}
-        label = next((column_of[name] for name in LABEL_COLUMNS if name in column_of), None)
-        if not folder or label is None or column_of.keys().isdisjoint(KEY_COLUMNS):
+        folder = posixpath.dirname(path)
+        classes = _classes_in_table(f"{url}/{path}") if folder else set[str]()
+        if len(classes) < 2:
             continue
 
         # Several classes in one folder: its name is none of them. Say what to give in place of --data.
-        classes = set(map(str, table[label].drop_null().to_pylist())) - {""}
-        if len(classes) > 1:
-            parts = parts_among(map(posixpath.dirname, tables))
-            options = f"--data {url}/{next(filter(is_training, parts), folder)}"
-            if held_out := sorted(filter(is_held_out, parts)):
-                options += f" --validation-data {url}/{held_out[-1]}"
-            raise UsageError(
-                f"{url}/{path} has labels, such as {min(classes)!r}, and only a label file directly below --data is "
-                f"read; give {options}, or one label file of all images with --labels, or remove it."
-            )
+        parts = parts_among(map(posixpath.dirname, tables))
+        options = f"--data {url}/{next(filter(is_training, parts), folder)}"
+        if held_out := sorted(filter(is_held_out, parts)):
+            options += f" --validation-data {url}/{held_out[-1]}"
+        raise UsageError(
+            f"{url}/{path} has labels, such as {min(classes)!r}, and only a label file directly below --data is "
+            f"read; give {options}, or one label file of all images with --labels, or remove it."
+        )
+
+
+def _classes_in_table(place: str) -> set[str]:
+    """Return the classes that the table at ``place`` gives its rows; none if it is no label file."""
+    try:
+        table = read_table(place, {*KEY_COLUMNS}, {*LABEL_COLUMNS})
+    except UsageError:  # a file of something else
+        return set()
+    column_of = {name.lower(): index for index, name in enumerate(table.column_names)}
+    label = next((column_of[name] for name in LABEL_COLUMNS if name in column_of), None)
+    if label is None or column_of.keys().isdisjoint(KEY_COLUMNS):
+        return set()
+    return set(map(str, table[label].drop_null().to_pylist())) - {""}
 
 
 def _relabelled(packed: Manifest, classes: tuple[str, ...] | None) -> Manifest:

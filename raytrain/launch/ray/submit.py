@@ -368,11 +368,6 @@ class JobLog:
                 asyncio.run(self._show_rest())
                 # The log has ended with the job, or because the connection was lost; Ray's client does not say which.
                 self.status = self._server.status(self._job)
-                if lost_at is not None:
-                    self._note("Connected again.")
-                lost_at = None
-                if self.status not in ("PENDING", "RUNNING"):
-                    return
             except (ClientError, RuntimeError, OSError):
                 if self._is_unknown():
                     raise RaytrainError(
@@ -388,6 +383,12 @@ class JobLog:
                         f"The cluster at {address} has not answered for {GIVE_UP_AFTER_S / 60:.0f} minutes; "
                         "`raytrain show` says how far the run is."
                     ) from None
+            else:
+                if lost_at is not None:
+                    self._note("Connected again.")
+                    lost_at = None
+                if self.status not in ("PENDING", "RUNNING"):
+                    return
             time.sleep(RETRY_S)
 
     def _is_unknown(self) -> bool:

@@ -73,31 +73,39 @@ def _by_prefix(
 
     The note, if any, says which tensors of the file are not used. ``body`` are the network's names without the head.
     """
-    # A prefix of the file's names: each name of the network occurs in the file with it.
+    # The file's names have a prefix if each name of the network occurs in the file behind it. It stands before the
+    # network's first name.
     first = body[0]
-    of_file = [name.removesuffix(first) for name in weights if name.endswith(f".{first}")]
-    of_file = [prefix for prefix in of_file if all(prefix + name in weights for name in body)]
-    if len(of_file) > 1:
+    candidates = [name.removesuffix(first) for name in weights if name.endswith(f".{first}")]
+    prefixes_in_file = [prefix for prefix in candidates if all(prefix + name in weights for name in body)]
+    if len(prefixes_in_file) > 1:
         raise UsageError(
-            f"{source} has the network's tensors {len(of_file)} times, with {some_of(of_file)} before their names; "
-            "save those to train on with torch.save."
+            f"{source} has the network's tensors {len(prefixes_in_file)} times, with {some_of(prefixes_in_file)} "
+            "before their names; save those to train on with torch.save."
         )
-    # A prefix of the network's names: each of them occurs in the file without it.
-    of_network = [first.removesuffix(name) for name in weights if first.endswith(f".{name}")]
-    of_network = [
+
+    # The network's names have a prefix if each of them occurs in the file without it.
+    candidates = [first.removesuffix(name) for name in weights if first.endswith(f".{name}")]
+    prefixes_in_network = [
         prefix
-        for prefix in of_network
+        for prefix in candidates
         if all(name.startswith(prefix) and name.removeprefix(prefix) in weights for name in body)
     ]
-    if not of_file and not of_network:
-        return None
 
     # The head has the same prefix, or is new.
-    name_in_file = {name: of_file[0] + name if of_file else name.removeprefix(of_network[0]) for name in network}
+    if prefixes_in_file:
+        name_in_file = {name: prefixes_in_file[0] + name for name in network}
+    elif prefixes_in_network:
+        name_in_file = {name: name.removeprefix(prefixes_in_network[0]) for name in network}
+    else:
+        return None
     named = {name: weights[in_file] for name, in_file in name_in_file.items() if in_file in weights}
     unused = sorted(weights.keys() - set(name_in_file.values()))
-    note = f"{source}: {len(unused):,} of {len(weights):,} tensors are not used, as the network has none such: "
-    return _with_counters(named, network), f"{note}{some_of(unused)}." if unused else None
+    note = (
+        f"{source}: {len(unused):,} of {len(weights):,} tensors are not used, as the network has none such: "
+        f"{some_of(unused)}."
+    )
+    return _with_counters(named, network), note if unused else None
 
 
 def _by_order(
