@@ -56,7 +56,7 @@ def parse(argv: Sequence[str], commands: Commands[T]) -> functools.partial[T]:
     recipe = typed["recipe"] if line.recipe_at is None else None  # the one that was typed, if any
 
     def parse_from(config: TrainConfig, values: Mapping[str, Any]) -> functools.partial[T]:
-        """Parse the same words once more; the options start from ``config``, with those in ``values`` replaced."""
+        """Parse the same words once more: options that they lack are those in ``values``, or else of ``config``."""
         start = SimpleNamespace(**{**vars(config), **values})
         again = parse_words(line.with_recipe(config.recipe), commands, {**recipes, config.recipe: start})
         del again.keywords["config"][CONFIG_FILE]

@@ -15,10 +15,10 @@ T = TypeVar("T")
 
 
 class Prefetch(Iterator[T]):
-    """The items of ``items``, produced by a thread up to ``depth`` ahead, starting now.
+    """Yields ``items``, which a thread produces from now on, up to ``depth`` of them ahead of whoever takes them.
 
-    An exception is raised where its item would have come. The thread closes ``items`` (a generator's ``finally`` runs
-    there) when they are exhausted, when :meth:`close` was called, or when the process ends.
+    An exception in the thread is raised where its item would have come. The thread closes ``items`` (a generator's
+    ``finally`` runs there) when they are exhausted, when :meth:`close` was called, or when the process ends.
     """
 
     def __init__(self, items: Iterator[T], depth: int) -> None:

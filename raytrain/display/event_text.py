@@ -102,6 +102,6 @@ _WORSE_THAN = {
 
 
 def shown_summary(summary: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a summary with a text in place of the reason why the run stopped."""
+    """Return the ``summary`` of a run with the reason why it stopped as a sentence, which is a record there."""
     reason = stop_reason_of(summary)
     return {**summary, "stop_reason": stop_text(reason)} if reason else dict(summary)

@@ -169,10 +169,11 @@ def sort_runs(runs: Sequence[RunInfo], key: SortKey) -> list[RunInfo]:
         numbers = {run.name: _NUMBERS[key](run) for run in runs}
         return sorted(runs, key=lambda run: -math.inf if (value := numbers[run.name]) is None else value, reverse=True)
 
-    # By the best value. True, for runs without one, is sorted after False; equally frequent metrics go by their names.
+    # By the best value, within the runs of each metric. Metrics that are equally frequent are sorted by their names.
     frequency = Counter(run.best_metric for run in runs if run.best_value is not None)
 
     def rank(run: RunInfo) -> tuple[bool, int, str, float]:
+        """Return what runs are sorted by. It begins with True for a run without a value, which comes last."""
         if run.best_value is None:
             return True, 0, "", 0.0
         metric = compared_by(run.config)

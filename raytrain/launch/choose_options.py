@@ -70,7 +70,7 @@ class Images(NamedTuple):
     classes: int
     side: int  # median of the shorter sides, pixels
     is_grey: bool
-    imbalance: float  # images of the largest class for each of the smallest
+    imbalance: float  # number of images of the largest class, divided by that of the smallest
     multi_label: bool
 
 
@@ -416,15 +416,15 @@ def _epochs(images: Images, *, num_seen: int, fewest: int, most: int) -> int:
 
 
 def _is_open(config: TrainConfig, name: str) -> bool:
-    """Return whether nobody has given the option: it is open, and code has not replaced it since, as a sweep does."""
+    """Return True if the option has no value yet but the recipe's: neither the user nor a sweep has given one."""
     return name in config.open_options and getattr(config, name) == getattr(_recipe_auto(), name)
 
 
 def _given(config: TrainConfig, name: str, chosen: str | float) -> Any:
-    """Return the value that the user, or code since, gave for an option, or ``chosen`` if it is open."""
+    """Return the value that the user or a sweep has given for an option, or ``chosen`` if none has."""
     return chosen if _is_open(config, name) else getattr(config, name)
 
 
 def _given_number(config: TrainConfig, name: str, chosen: int) -> int:
-    """Return the number that the user gave for an option (32 for 32/worker), or ``chosen`` if it is open."""
+    """Return the number that was given for an option, such as 32 for 32/worker, or ``chosen`` if none was."""
     return int(str(_given(config, name, chosen)).partition("/")[0])

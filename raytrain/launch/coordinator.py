@@ -151,7 +151,7 @@ class Coordinator(RunMonitor):
         self._first_worker_failure = self._first_worker_failure or f"worker {rank} failed: {reason}"
 
     def note_lost_workers(self, dead: dict[int, str]) -> None:
-        """Note that the attempt has failed, and why; the backend starts the next one unless there were too many.
+        """Note that the attempt has failed, and why; the backend starts the next attempt unless too many have failed.
 
         ``dead`` says, by rank, how each worker died that could not report a reason, such as "was killed by SIGKILL".
         """

@@ -86,7 +86,7 @@ class Launch(Protocol):
         """Return why the workers ended, if they could not report it themselves."""
 
     def end_workers(self) -> None:
-        """See the workers to their end: nothing more of them may reach the run's documents."""
+        """Bring the workers to their end: afterwards, nothing that they report may reach the run's documents."""
 
     def close(self, *, finished: bool) -> None:
         """Release everything that belongs to the run; unless it is ``finished``, its workers may still train."""

@@ -288,7 +288,7 @@ class ImageLoader:
         self._loops += 1
 
     def _step_after(self, step: int) -> int:
-        """Return the step after ``step``, without the steps that ``drop_last`` leaves out."""
+        """Return the step that follows ``step``, passing over those that ``drop_last`` leaves out."""
         epoch, position = divmod(step, self._plan.steps_per_epoch)
         is_last = position + 1 >= len(self)
         return (epoch + 1) * self._plan.steps_per_epoch if is_last else step + 1

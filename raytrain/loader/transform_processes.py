@@ -151,10 +151,10 @@ class _Silent:
     """A reporter that is never called: images cannot become unusable here."""
 
     def note_skipped(self, images: list[SkippedImage]) -> None:
-        """Do nothing."""
+        """Do nothing: whoever decoded the images has reported those that cannot be used."""
 
     def note_retries(self, num_requests: int) -> None:
-        """Do nothing."""
+        """Do nothing: no request is sent here, as the images are decoded already."""
 
 
 # In a process beside the worker.

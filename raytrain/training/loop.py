@@ -17,7 +17,7 @@ def train(run: Run) -> None:
     scaler = run.prepare(torch.amp.GradScaler(run.device.type, enabled=run.config.precision == "float16"))
     decay = run.config.ema_decay
     average = None if decay is None else run.prepare(WeightAverage(model, decay))
-    for epoch in run.epochs():  # after a resume, the first one may have begun before
+    for epoch in run.epochs():  # after a resume, the first one may be the rest of an epoch
         run.train_head_first(model, epoch)  # does nothing without --head-epochs
         for batch in epoch:
             optimizer.zero_grad()

@@ -498,7 +498,10 @@ def report_alike(classes: Sequence[str], url: str) -> None:
 
 
 def _plain_name(name: str) -> str:
-    """Return a class's name without what may differ by mistake; a number in its usual form."""
+    """Return a class's name by which classes that are called nearly alike are found.
+
+    It has no capitals, punctuation and invisible signs, and no ending as of a copied folder. 1.50 and 1,5 are both 1.5.
+    """
     # The compatible form (NFKC) has usual letters in place of wide ones. Signs of the category Cf are invisible.
     text = unicodedata.normalize("NFKC", name.casefold())
     text = "".join(letter for letter in text if unicodedata.category(letter) != "Cf").strip()

@@ -196,7 +196,10 @@ def _no_images(listing: Listing) -> UsageError:
 
 
 def refuse_file(url: str) -> None:
-    """Raise UsageError if ``url`` is a pattern or a file, or ends like one. Call it if no such folder has images."""
+    """Raise UsageError if ``url`` is a pattern such as ``*.jpg`` or a file, or its name ends as a file's does.
+
+    Called once no images were found below ``url``, because a folder may have such a name, too.
+    """
     suffix = _suffix_of(url.rstrip("/"))
     if "*" in url or suffix in (*_CONTAINERS, *SUFFIXES) or os.path.isfile(url):
         kind = "pattern" if "*" in url else f"{suffix} file".lstrip()

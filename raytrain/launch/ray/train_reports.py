@@ -67,7 +67,7 @@ def meets_in_ray(loop: object) -> bool:
 
 def _meets(code: CodeType, names: Mapping[str, Any]) -> bool:
     """Return whether the bytecode ``code``, with these global ``names``, loads one of the functions in _MEETINGS."""
-    value = None  # the object that the code has loaded last, if it is a global one, a module, or in a module
+    value = None  # what the code has loaded last: a global variable, a module, or something in a module; else None
     for instruction in dis.get_instructions(code):
         name = instruction.argval
         if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):

@@ -43,7 +43,7 @@ class S3(Cloud):
     name = "s3"
     sentences = SENTENCES
     endpoint_url: str | None = None
-    region: str | None = None  # None: us-east-1
+    region: str | None = None  # None stands for us-east-1
     virtual_hosted: bool = False  # the name of the bucket is a part of the host's name
     unsigned: bool = False  # requests have no signature: AWS_SKIP_SIGNATURE, for public buckets
     requester_pays: bool = False

@@ -125,7 +125,7 @@ def _numbers(kinds: npt.NDArray[np.integer], magnitudes: Floats, size: Size) -> 
     a, b, c, d, e, f = numbers.T
     x_sheared, y_sheared = kinds == Operation.SHEAR_X, kinds == Operation.SHEAR_Y
     a[kinds <= Operation.ROTATE] = e[kinds <= Operation.ROTATE] = 1
-    b[x_sheared], c[x_sheared] = magnitudes[x_sheared], magnitudes[x_sheared] * height / 2  # the corner stays
+    b[x_sheared], c[x_sheared] = magnitudes[x_sheared], magnitudes[x_sheared] * height / 2  # the top left corner stays
     d[y_sheared], f[y_sheared] = magnitudes[y_sheared], magnitudes[y_sheared] * width / 2
     c[kinds == Operation.TRANSLATE_X] = -np.trunc(magnitudes[kinds == Operation.TRANSLATE_X])
     f[kinds == Operation.TRANSLATE_Y] = -np.trunc(magnitudes[kinds == Operation.TRANSLATE_Y])

@@ -138,8 +138,8 @@ def digests_agree(sums: Sequence[float], world_size: int) -> bool:
 def agreed(measured: Mapping[str, Any], world_size: int) -> dict[str, float]:
     """Return, on all workers, the metrics that an evaluation has ``measured`` on worker 0.
 
-    Raises UsageError if they are not numbers by name, or have names that the history uses itself; and on all workers if
-    their metrics differ, because they would decide differently whether to stop.
+    Raises UsageError if ``measured`` is no mapping of names to numbers, or has a name that the history uses itself. It
+    is raised on all workers if they have measured different values, by which some would stop and others go on.
     """
     # Check this worker's own numbers.
     try:

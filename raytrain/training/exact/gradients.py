@@ -377,9 +377,9 @@ class Bucket:
 
     @torch.no_grad()
     def send(self, groups: Sequence[Any], world_size: int, *, in_bfloat16: bool) -> None:
-        """Start to sum the gradients over the workers in ``groups``; with ``in_bfloat16``, float32 is sent rounded.
+        """Start to sum the gradients over the workers in ``groups``.
 
-        Parameters without a gradient on this worker take part with zeros.
+        With ``in_bfloat16``, gradients in float32 are rounded to bfloat16 before they are sent. Parameters without a gradient on this worker take part with zeros.
         """
         if not self._is_ready:
             self._make_ready()
