@@ -498,7 +498,7 @@ def report_alike(classes: Sequence[str], url: str) -> None:
 
 
 def _plain_name(name: str) -> str:
-    """Return a class's name by which classes that are called nearly alike are found.
+    """Return the form of a class's name by which classes that are called nearly alike are found.
 
     It has no capitals, punctuation and invisible signs, and no ending as of a copied folder. 1.50 and 1,5 are both 1.5.
     """

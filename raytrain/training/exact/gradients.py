@@ -379,7 +379,8 @@ class Bucket:
     def send(self, groups: Sequence[Any], world_size: int, *, in_bfloat16: bool) -> None:
         """Start to sum the gradients over the workers in ``groups``.
 
-        With ``in_bfloat16``, gradients in float32 are rounded to bfloat16 before they are sent. Parameters without a gradient on this worker take part with zeros.
+        With ``in_bfloat16``, gradients in float32 are rounded to bfloat16 before they are sent. Parameters without a
+        gradient on this worker take part with zeros.
         """
         if not self._is_ready:
             self._make_ready()
