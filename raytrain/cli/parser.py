@@ -58,9 +58,9 @@ def parse(argv: Sequence[str], commands: Commands[T]) -> functools.partial[T]:
     def parse_from(config: TrainConfig, values: Mapping[str, Any]) -> functools.partial[T]:
         """Parse the same words once more: options that they lack are those in ``values``, or else of ``config``."""
         start = SimpleNamespace(**{**vars(config), **values})
-        again = parse_words(line.with_recipe(config.recipe), commands, {**recipes, config.recipe: start})
-        del again.keywords["config"][CONFIG_FILE]
-        return again
+        parsed = parse_words(line.with_recipe(config.recipe), commands, {**recipes, config.recipe: start})
+        del parsed.keywords["config"][CONFIG_FILE]
+        return parsed
 
     # With --config, parse again: options that were not typed start from the file.
     values: Mapping[str, Any] = {}  # the options in the file

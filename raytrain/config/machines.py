@@ -43,17 +43,17 @@ class Prices:
         """
         matched = [re.fullmatch(r"(?:([^=]+)=)?\$?(\d*\.?\d+(?:e[-+]?\d+)?)", text) for text in texts]
         parts = [(match[1], float(match[2])) for match in matched if match]
-        of_gpus = tuple((gpu, price) for gpu, price in parts if gpu)
+        gpu_prices = tuple((gpu, price) for gpu, price in parts if gpu)
         are_finite = all(math.isfinite(price) for _, price in parts)
-        if not are_finite or len(parts) < len(texts) or (len(of_gpus) < len(parts) and len(parts) > 1):
+        if not are_finite or len(parts) < len(texts) or (len(gpu_prices) < len(parts) and len(parts) > 1):
             raise UsageError(
                 f"--price is {' '.join(texts)!r}; give dollars per machine and hour, such as 3.06, or one price per "
                 "hour for each type of GPU, such as A100=1.8 L4=0.7."
             )
-        for index, (gpu, _) in enumerate(of_gpus):
-            if gpu.lower() in [other.lower() for other, _ in of_gpus[:index]]:
+        for index, (gpu, _) in enumerate(gpu_prices):
+            if gpu.lower() in [other.lower() for other, _ in gpu_prices[:index]]:
                 raise UsageError(f"--price is {' '.join(texts)!r}, which has two prices of {gpu}; give one.")
-        return cls(by_gpu=of_gpus) if of_gpus else cls(per_machine=parts[0][1])
+        return cls(by_gpu=gpu_prices) if gpu_prices else cls(per_machine=parts[0][1])
 
     def of_gpu(self, name: str) -> float | None:
         """Return the dollars per hour of the GPU with this ``name``; None if none of the types in ``by_gpu`` fits.

@@ -234,8 +234,8 @@ class TrainConfig(
             "--until": self.target and self.target[0],
             "--patience": self.best_metric if self.patience else None,
         }
-        of_metrics = [("--metrics", name) for name in self.metrics if ":" not in name]
-        for option, metric in [*metric_of_option.items(), *of_metrics]:
+        named_metrics = [("--metrics", name) for name in self.metrics if ":" not in name]
+        for option, metric in [*metric_of_option.items(), *named_metrics]:
             if metric and metric not in measured:
                 names = ", ".join(measured) or "nothing"
                 hint = did_you_mean(metric, measured)

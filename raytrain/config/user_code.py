@@ -161,5 +161,5 @@ def restart_may_help(error: BaseException) -> bool:
 
 def lacks_memory(error: BaseException) -> bool:
     """Return True if ``error`` says that there is too little memory, of a GPU or of the machine."""
-    of_gpu = type(error).__name__ == "OutOfMemoryError"  # torch's; for the CPU it has a RuntimeError
-    return of_gpu or isinstance(error, MemoryError) or "can't allocate memory" in str(error)
+    is_of_gpu = type(error).__name__ == "OutOfMemoryError"  # torch's; for the CPU it has a RuntimeError
+    return is_of_gpu or isinstance(error, MemoryError) or "can't allocate memory" in str(error)

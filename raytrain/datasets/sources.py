@@ -207,18 +207,23 @@ def _archives(source: str, label_file: str) -> Sequence[str]:
 
     # Without archives, a repository of Hugging Face has them in "data". It is one if that folder is alone, or beside
     # descriptions or hidden files; a folder "data" beside nothing but other folders may be a class.
-    others = [
+    other_entries = [
         name
         for name in entries
         if not is_archive(name) and not name.endswith(_DESCRIPTION_SUFFIXES) and not is_hidden(name)
     ]
-    has_descriptions = len(others) < len(entries)
-    is_repository = "data" in others and (others == ["data"] or has_descriptions)
+    has_descriptions = len(other_entries) < len(entries)
+    is_repository = "data" in other_entries and (other_entries == ["data"] or has_descriptions)
     if not archives and is_repository and entries["data"]["type"] == "directory":
         folder = f"{folder.rstrip('/')}/data"
         archives = _archives_among(files.ls(entries["data"]["name"], detail=True), folder)
-    elif archives and others:
-        _log.warning("Left out of %s: %s that are no archives, such as %s.", folder, f"{len(others):,}", min(others))
+    elif archives and other_entries:
+        _log.warning(
+            "Left out of %s: %s that are no archives, such as %s.",
+            folder,
+            f"{len(other_entries):,}",
+            min(other_entries),
+        )
     _refuse_splits(folder, archives)
     return archives
 

@@ -220,14 +220,14 @@ def too_few_data_cpus(hardware: Hardware, placement: Placement | None) -> str | 
         return None
     # A GPU trains faster than one CPU decodes, so each worker needs at least one. Workers that train on CPUs need less
     # time to decode an image than to train on it: one CPU for all of them keeps the run going.
-    left = placement.data_cpus * placement.num_workers
+    cpus_left = placement.data_cpus * placement.num_workers
     needed = placement.num_workers if placement.device == "cuda" else 1
-    if left > needed - 0.01:  # fractions of CPUs are rounded down
+    if cpus_left > needed - 0.01:  # fractions of CPUs are rounded down
         return None
     workers = f"{format_count(placement.num_workers, 'worker')} on {placement.device}"
     return (
-        f"The cluster has {format_count(hardware.cpus, 'CPU')}, which leaves {left:.2g} to read images for {workers}, "
-        "so the workers will wait for images; add CPUs, or use fewer --workers."
+        f"The cluster has {format_count(hardware.cpus, 'CPU')}, which leaves {cpus_left:.2g} to read images for "
+        f"{workers}, so the workers will wait for images; add CPUs, or use fewer --workers."
     )
 
 

@@ -234,15 +234,15 @@ def profiled_loop(run: Run, loop: Callable[[Run], None] | None, trace_folder: st
     The phases are marked in the trace. On a GPU, each phase waits for the device at its end, because calls return
     before their work is done.
     """
-    on_gpu = run.device.type == "cuda"
+    is_on_gpu = run.device.type == "cuda"
 
     def wait_for_device() -> None:
-        if on_gpu:
+        if is_on_gpu:
             torch.cuda.synchronize(run.device)
 
     def write(profiler: torch_profiler.profile) -> None:
         profiler.export_chrome_trace(str(Path(trace_folder, f"worker-{run.rank}.trace.json.gz")))
-        seconds = phase_seconds(_ranges(profiler, on_gpu=on_gpu))
+        seconds = phase_seconds(_ranges(profiler, on_gpu=is_on_gpu))
         Path(seconds_folder, f"worker-{run.rank}.json").write_text(json.dumps(seconds))
 
     # The first steps are not profiled, because they compile and choose algorithms.

@@ -284,8 +284,8 @@ class SweepStudy:
         """Return the point of a logged event; raise an error as :meth:`_replay` does if it is not in the space."""
         for name, domain in self._space.items():
             value = values[name]
-            in_domain = domain.low <= value <= domain.high if isinstance(domain, Range) else value in domain
-            if not in_domain:
+            is_in_domain = domain.low <= value <= domain.high if isinstance(domain, Range) else value in domain
+            if not is_in_domain:
                 raise ValueError(f"{name} cannot be {value!r}")
         return {name: values[name] for name in self._space}
 

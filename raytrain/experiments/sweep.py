@@ -179,8 +179,8 @@ def _place_trials(planned: Sweep, config: TrainConfig, hardware: Hardware) -> tu
     check_room(dataclasses.replace(config, workers=workers), hardware)
     # As many trials train at once as their workers fit; workers beyond those would only take cores from reading.
     most_workers = place(dataclasses.replace(config, workers="auto"), hardware).num_workers
-    at_once = 1 if planned.trains_alone else max(1, min(most_workers // workers, planned.num_trials))
-    return at_once, place(dataclasses.replace(config, workers=at_once * workers), hardware)
+    num_at_once = 1 if planned.trains_alone else max(1, min(most_workers // workers, planned.num_trials))
+    return num_at_once, place(dataclasses.replace(config, workers=num_at_once * workers), hardware)
 
 
 def check_compared(trial: Trial) -> None:

@@ -282,8 +282,10 @@ class SweepSession:
         self._is_concluded = True
         self._notification.send(message_of_sweep(result, failure))
         if failure is not None:
-            again = f"Resume it with --name {result.name} --storage {self._prepared.config.storage} --resume."
-            raise TrainingFailed(f"Sweep {result.name!r} failed: {failure.rstrip('.')}. {again}", result.summary())
+            how_to_resume = f"Resume it with --name {result.name} --storage {self._prepared.config.storage} --resume."
+            raise TrainingFailed(
+                f"Sweep {result.name!r} failed: {failure.rstrip('.')}. {how_to_resume}", result.summary()
+            )
         return result
 
     def _pass_on_stop(self, snapshot: Snapshot, signals: StopSignals) -> None:

@@ -223,9 +223,9 @@ def grouped_interval(is_right: npt.NDArray[np.bool_], groups: npt.NDArray[Any]) 
     # draws fit into memory.
     random, even = np.random.default_rng(0), np.full(num_groups, 1 / num_groups)
     accuracies: list[npt.NDArray[np.float64]] = []
-    at_once = max(1, _MAX_NUMBERS_IN_MEMORY // num_groups)
-    for start in range(0, _NUM_RESAMPLES, at_once):
-        draws = random.multinomial(num_groups, even, min(at_once, _NUM_RESAMPLES - start))  # (data sets, G)
+    num_at_once = max(1, _MAX_NUMBERS_IN_MEMORY // num_groups)
+    for start in range(0, _NUM_RESAMPLES, num_at_once):
+        draws = random.multinomial(num_groups, even, min(num_at_once, _NUM_RESAMPLES - start))  # (data sets, G)
         accuracies.append((draws @ right) / (draws @ counts))
     low, high = np.quantile(np.concatenate(accuracies), [0.025, 0.975])
     return float(low), float(high)

@@ -105,10 +105,10 @@ def choose_options(config: TrainConfig, data: Dataset, *, needs_weights: bool = 
 
     # Then how it is trained.
     network = look_at_network(config, images)
-    others = choose_training(config, images, network, on_cpu=on_cpu)
-    for line in lines_of_choice(config, images, {**network_options, **others}):
+    training_options = choose_training(config, images, network, on_cpu=on_cpu)
+    for line in lines_of_choice(config, images, {**network_options, **training_options}):
         _log.warning("%s", line)
-    config = dataclasses.replace(with_chosen(config, others), open_options=())
+    config = dataclasses.replace(with_chosen(config, training_options), open_options=())
     return config if config.weights is None else _normalised_as_weights(config)
 
 

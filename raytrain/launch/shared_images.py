@@ -27,8 +27,8 @@ class SharedImages(RunMonitor):
         self._opened = ExitStack()
         self.cache: ImageCache | None = None
         if keeps_shared(config, prepared.data, image_memory()[1]):
-            in_memory = dataclasses.replace(config, cache="memory")
-            self.cache = image_cache(in_memory, prepared.data, 0, self._opened)
+            config_in_memory = dataclasses.replace(config, cache="memory")
+            self.cache = image_cache(config_in_memory, prepared.data, 0, self._opened)
 
     def __enter__(self) -> SharedImages:
         return self

@@ -87,11 +87,11 @@ def gpu_decoder_problem(device: str) -> str | None:
 
     # Both packages are built for a version of CUDA, whose first number must be the same. It is 12 in torch's line
     # cuda = "12.6" and in torchcodec's version 0.16.0+cu126.
-    of_torch = re.search(r"^cuda\b.*?(\d+)", torch_text, re.M)
-    of_torchcodec = re.search(r"\+cu(\d+)\d\b", torchcodec_text)
-    if of_torch is None or of_torchcodec is None or of_torch[1] != of_torchcodec[1]:
+    torch_cuda = re.search(r"^cuda\b.*?(\d+)", torch_text, re.M)
+    torchcodec_cuda = re.search(r"\+cu(\d+)\d\b", torchcodec_text)
+    if torch_cuda is None or torchcodec_cuda is None or torch_cuda[1] != torchcodec_cuda[1]:
         return (
-            f"torchcodec {version[0]} is built for {f'CUDA {of_torchcodec[1]}' if of_torchcodec else 'CPUs'}, and "
-            f"torch for {f'CUDA {of_torch[1]}' if of_torch else 'CPUs'} (install both from one index of PyTorch)"
+            f"torchcodec {version[0]} is built for {f'CUDA {torchcodec_cuda[1]}' if torchcodec_cuda else 'CPUs'}, and "
+            f"torch for {f'CUDA {torch_cuda[1]}' if torch_cuda else 'CPUs'} (install both from one index of PyTorch)"
         )
     return None

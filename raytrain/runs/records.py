@@ -286,10 +286,10 @@ def delete_run(storage: str, name: str) -> tuple[int, list[str]]:
         store = claim.owned_store
         paths = [stored.path for stored in store.list() if stored.path not in (CLAIM, CONFIG)]
         foreign = {path for path in paths if not is_run_file(path)}
-        left = sorted(foreign.union(links_out(open_run(storage, name), paths)))
-        run_files = sorted(set(paths).difference(left))
+        paths_kept = sorted(foreign.union(links_out(open_run(storage, name), paths)))
+        run_files = sorted(set(paths).difference(paths_kept))
         for path in [*run_files, CONFIG]:  # the options last: until then the run is listed, and can be deleted again
             store.delete(path)
         store.abort_uploads(is_run_file, idle_s=-math.inf)  # at once: nobody else may write to this run any more
     num_deleted = len(run_files) + 1  # with the options
-    return num_deleted, left
+    return num_deleted, paths_kept

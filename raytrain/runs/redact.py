@@ -109,9 +109,9 @@ def _spellings_of_secrets(name: str, value: str) -> frozenset[str]:
     encoded: set[str] = set()
     for variant in variants:
         if len(variant) >= _MIN_LENGTH:
-            in_bytes = variant.encode(errors="surrogateescape")
-            in_base64 = base64.b64encode(in_bytes).decode(), base64.urlsafe_b64encode(in_bytes).decode()
-            encoded |= {variant, in_bytes.hex(), *in_base64, *(text.rstrip("=") for text in in_base64)}
+            variant_bytes = variant.encode(errors="surrogateescape")
+            base64_texts = base64.b64encode(variant_bytes).decode(), base64.urlsafe_b64encode(variant_bytes).decode()
+            encoded |= {variant, variant_bytes.hex(), *base64_texts, *(text.rstrip("=") for text in base64_texts)}
 
     # Escape twice, because formats are often nested: JSON in JSON, or a URL in HTML.
     escaped_once = {spelling for text in encoded for spelling in _escaped(text)}

@@ -84,11 +84,11 @@ def hyperparams(config: TrainConfig) -> dict[str, str | int | float]:
 
     Example: ``hyperparams(config)["image_size"] == "224 224"``
     """
-    of_command = options_with(Mark.OF_COMMAND)
+    options_of_command = options_with(Mark.OF_COMMAND)
     params: dict[str, str | int | float] = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if value in (None, ()) or field.name in of_command:
+        if value in (None, ()) or field.name in options_of_command:
             continue
         is_number = isinstance(value, (bool, int, float))
         params[field.name] = value if is_number else one_line(" ".join(map(str, as_tuple(value))))

@@ -34,11 +34,11 @@ def check_step_fits(run: Run) -> None:
         num_microbatches *= 2
 
     # Every worker takes as many as the one that needs most.
-    most = torch.tensor(num_microbatches, device=run.device)
+    most_microbatches = torch.tensor(num_microbatches, device=run.device)
     if run.world_size > 1:
-        dist.all_reduce(most, dist.ReduceOp.MAX)
-    if most > run.plan.accumulate:
-        raise _out_of_memory(run, int(most))
+        dist.all_reduce(most_microbatches, dist.ReduceOp.MAX)
+    if most_microbatches > run.plan.accumulate:
+        raise _out_of_memory(run, int(most_microbatches))
 
 
 def _fits(run: Run, num_microbatches: int) -> bool:

@@ -302,9 +302,9 @@ def _from_first(read: Callable[[], StoredFile | None], device: torch.device) -> 
     if file is not None:
         content = torch.frombuffer(bytearray(file.data), dtype=torch.uint8)
     for part in content.split(_SENT_AT_ONCE_BYTES):
-        on_device = part.to(device)
-        dist.broadcast(on_device, src=0)
-        part.copy_(on_device)
+        part_on_device = part.to(device)
+        dist.broadcast(part_on_device, src=0)
+        part.copy_(part_on_device)
     return StoredFile(path, content.numpy().tobytes())
 
 

@@ -71,9 +71,9 @@ def parameter_groups(config: ResolvedConfig, model: nn.Module, num_classes: int)
     """
     # Each parameter learns at the rate of the head or of the body, times the scale of its layer.
     head_factor = config.head_learning_rate_factor
-    in_head = set[Tensor]()
+    parameters_of_head = set[Tensor]()
     if head_factor != 1:
-        in_head = head_parameters(model, num_classes, f"--head-learning-rate-factor {head_factor:g}")
+        parameters_of_head = head_parameters(model, num_classes, f"--head-learning-rate-factor {head_factor:g}")
     if config.head_epochs:
         head_parameters(model, num_classes, f"--head-epochs {config.head_epochs}")  # raises UsageError without a head
     scales = _layer_scales(model, config.layer_decay) if config.layer_decay < 1 else {}
@@ -83,7 +83,7 @@ def parameter_groups(config: ResolvedConfig, model: nn.Module, num_classes: int)
     for parameter in model.parameters():
         if parameter.requires_grad:
             no_decay = parameter.ndim < 2 and not config.decay_norms_and_biases
-            key = (parameter in in_head, -scales.get(parameter, 1.0), no_decay)
+            key = (parameter in parameters_of_head, -scales.get(parameter, 1.0), no_decay)
             groups.setdefault(key, []).append(parameter)
     rate, decay = config.learning_rate, config.weight_decay
     return [

@@ -43,11 +43,11 @@ def used_generators(seed: int, device: torch.device) -> list[str]:
     They are named torch, NumPy and Python's random.
     """
     # The state of each generator is compared with the state of a new one with the same seed.
-    on_cpu = torch.Generator().manual_seed(seed >> 1).get_state()
-    is_torch = not torch.equal(torch.default_generator.get_state(), on_cpu)
+    fresh_on_cpu = torch.Generator().manual_seed(seed >> 1).get_state()
+    is_torch = not torch.equal(torch.default_generator.get_state(), fresh_on_cpu)
     if device.type == "cuda" and not is_torch:
-        fresh = torch.Generator(device).manual_seed(seed >> 1).get_state()
-        is_torch = not torch.equal(torch.cuda.get_rng_state(device), fresh)
+        fresh_on_gpu = torch.Generator(device).manual_seed(seed >> 1).get_state()
+        is_torch = not torch.equal(torch.cuda.get_rng_state(device), fresh_on_gpu)
     seeded = np.random.RandomState(seed % 2**32).get_state(legacy=False)["state"]
     current = np.random.get_state(legacy=False)["state"]
     is_numpy = current["pos"] != seeded["pos"] or bool((current["key"] != seeded["key"]).any())

@@ -295,9 +295,9 @@ def _parts_above_classes(paths: list[tuple[str, ...]], tops: set[str], url: str)
 
     # "train" and "test" may be classes, such as of vehicles. Then other classes are beside them, and most of their
     # images are directly in them.
-    in_train = [path for path in paths if path[:1] == (train,)]
-    num_direct = sum(path == (train,) for path in in_train)
-    if beside_parts and (not classes_in[train] or num_direct > len(in_train) - num_direct):
+    paths_in_train = [path for path in paths if path[:1] == (train,)]
+    num_direct = sum(path == (train,) for path in paths_in_train)
+    if beside_parts and (not classes_in[train] or num_direct > len(paths_in_train) - num_direct):
         return None
 
     # So they are parts. All must hold the same classes. A held-out part without them, such as test images whose labels
@@ -444,8 +444,8 @@ def _label_by_folder(
     if folders.parts is not None and part is not None:
         unused = chosen & (np.array(folders.parts, object) != folders.folder_of[part])
         counts = Counter(folders.parts[index] for index in np.flatnonzero(unused))
-        others = sorted(counts.keys() - {*folders.folder_of.values()})
-        texts = [f"{format_count(counts[name], 'image')} in {name}/" for name in others]
+        unused_folders = sorted(counts.keys() - {*folders.folder_of.values()})
+        texts = [f"{format_count(counts[name], 'image')} in {name}/" for name in unused_folders]
         if texts and part == "train":
             _log.warning("Not used of %s: %s.", files.url, ", ".join(texts))
         chosen &= ~unused

@@ -107,8 +107,8 @@ def _folds_of_groups(
 
     Without ``groups``, (N,), each image is a group of its own. Raises UsageError if there are fewer groups than folds.
     """
-    of_images = np.arange(len(manifest)) if groups is None else groups.astype(str)
-    names, group = np.unique(of_images, return_inverse=True)
+    group_of_image = np.arange(len(manifest)) if groups is None else groups.astype(str)
+    names, group = np.unique(group_of_image, return_inverse=True)
     if len(names) < num_folds:
         what = "images" if groups is None else "groups"
         in_groups = "" if groups is None else f" of {format_count(len(names), 'group')}"

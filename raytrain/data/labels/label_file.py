@@ -276,15 +276,15 @@ def normalized_key(key: str, images_urls: Sequence[str]) -> str:
 def _check_rows(table: LabelTable, group: str | None) -> None:
     """Raise UsageError if a key has several labels, or an image has no group although there are groups."""
     # Rows are sorted by key, and equal rows have been merged: a key that comes again has another label.
-    again = np.flatnonzero(table.keys[1:] == table.keys[:-1])
-    if len(again):
-        first = int(again[0])
+    repeated = np.flatnonzero(table.keys[1:] == table.keys[:-1])
+    if len(repeated):
+        first = int(repeated[0])
         rows = zip(table.labels, table.splits, table.groups, strict=True)
         first_row, second_row = (
             " ".join(filter(None, row)).replace(JOINED, " ") for row in islice(rows, first, first + 2)
         )
         raise UsageError(
-            f"The label file {table.url} contradicts itself for {format_count(len(set(table.keys[again])), 'key')}, "
+            f"The label file {table.url} contradicts itself for {format_count(len(set(table.keys[repeated])), 'key')}, "
             f"such as {table.keys[first]!r}, which is {first_row!r} and {second_row!r}; leave one row for each key."
         )
 

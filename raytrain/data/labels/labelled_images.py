@@ -214,8 +214,8 @@ def images_of_part(
     if all(map(is_held_out, set(table.splits))):  # the file is of these images alone
         return labelled(images, table, (), classes)
     splits = _split_names(table)
-    of_other_part = next((splits[other] for other in reversed(HELD_OUT) if other in splits), ())
-    return labelled(images, table, splits.get(part, of_other_part), classes)
+    splits_of_other_part = next((splits[other] for other in reversed(HELD_OUT) if other in splits), ())
+    return labelled(images, table, splits.get(part, splits_of_other_part), classes)
 
 
 def check_keys(table: LabelTable, listed: Sequence[Manifest], max_bad_fraction: float) -> None:

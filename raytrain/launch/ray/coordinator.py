@@ -329,8 +329,8 @@ def needs_coordinator(prepared: PreparedRun, coordinated: str = "it", command: s
         config, name, url = prepared.config, prepared.name, prepared.store.url
         if not raylet_answers():
             # A Ray of this process starts with the next run. Another one has to be started by the user.
-            again = "" if config.address in (None, "local") else "; start Ray again with `ray start`"
-            reason = f"Ray's process on this machine, the raylet, has died, as if for lack of memory{again}"
+            advice = "" if config.address in (None, "local") else "; start Ray again with `ray start`"
+            reason = f"Ray's process on this machine, the raylet, has died, as if for lack of memory{advice}"
             sentence = failure_sentence(config, reason, prepared.loop, command=command)
             raise TrainingFailed(sentence, {"name": name, "status": "failed", "run_dir": url}) from None
         reason = f"the process that coordinates {coordinated} has died"

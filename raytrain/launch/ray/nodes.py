@@ -76,8 +76,8 @@ def run_on_each_node(function: Callable[[ClusterNode], T], timeout_s: float) -> 
             memory_bytes=int(resources.get("memory", 0)),
             object_store_bytes=int(resources.get("object_store_memory", 0)),
         )
-        on_node = NodeAffinitySchedulingStrategy(record["NodeID"], soft=False)
-        calls.append((node, task.options(scheduling_strategy=on_node).remote(node)))
+        strategy = NodeAffinitySchedulingStrategy(record["NodeID"], soft=False)
+        calls.append((node, task.options(scheduling_strategy=strategy).remote(node)))
 
     # Wait for all nodes together, and make a sentence of each failure.
     ray.wait([ref for _, ref in calls], num_returns=len(calls), timeout=timeout_s)

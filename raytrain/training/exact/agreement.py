@@ -100,8 +100,8 @@ def _digest(tensor: Tensor) -> Tensor:
     if len(values) <= _PIECE:
         sums = _sums(values)
     else:
-        of_pieces = torch.stack([_sums(piece) for piece in values.split(_PIECE)])  # (pieces, 4)
-        sums = torch.cat([of_pieces[:, :3].sum(dim=0), torch.linalg.vector_norm(of_pieces[:, 3:], dim=0)])
+        sums_of_pieces = torch.stack([_sums(piece) for piece in values.split(_PIECE)])  # (pieces, 4)
+        sums = torch.cat([sums_of_pieces[:, :3].sum(dim=0), torch.linalg.vector_norm(sums_of_pieces[:, 3:], dim=0)])
     return sums.nan_to_num(nan=_NOT_A_NUMBER, posinf=_INFINITE, neginf=-_INFINITE)
 
 

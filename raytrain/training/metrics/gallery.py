@@ -106,18 +106,20 @@ class Gallery:
             counts, num_classes = self._confusions.cpu(), len(self._classes)
             filled = counts.nonzero()[:, 0]
             cells = torch.stack([filled // num_classes, filled % num_classes, counts[filled]], dim=1).tolist()
-        of_worker = (cells, [] if self._worst is None else self._described(self._worst))
-        of_all: list[Any] = [of_worker] * world_size
+        collected = (cells, [] if self._worst is None else self._described(self._worst))
+        collected_by_worker: list[Any] = [collected] * world_size
         if world_size > 1:
-            dist.all_gather_object(of_all, of_worker)
+            dist.all_gather_object(collected_by_worker, collected)
         self._worst = self._confusions = None
-        if rank > 0 or not any(images for _, images in of_all):
+        if rank > 0 or not any(images for _, images in collected_by_worker):
             return
 
         # Choose the worst images of all workers, and the most frequent confusions.
-        worst = sorted((image for _, images in of_all for image in images), key=lambda image: -image["loss"])
+        worst = sorted(
+            (image for _, images in collected_by_worker for image in images), key=lambda image: -image["loss"]
+        )
         totals: Counter[tuple[int, int]] = Counter()
-        for worker_cells, _ in of_all:
+        for worker_cells, _ in collected_by_worker:
             for label, prediction, count in worker_cells:
                 totals[label, prediction] += count
         confusion = [[*cell, count] for cell, count in totals.most_common(_MAX_CONFUSIONS)]

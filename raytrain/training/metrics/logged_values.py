@@ -41,22 +41,22 @@ def logged_fractions(
                     f"run.log({name}=...) got a tuple of {len(pair)}; give (numerator, denominator), two numbers of "
                     "this worker's images, or one number, the mean over them."
                 )
-            of_value: dict[str, Fraction] = {name: (_detached(pair[0]), _detached(pair[1]))}
+            fractions_of_value: dict[str, Fraction] = {name: (_detached(pair[0]), _detached(pair[1]))}
         # A metric object's value is over all workers' images already. Any other mean is weighted by the images.
         elif is_metric(value):
             members = joined_values(value, world_size)
             named = [_named_numbers(member or name, measured, classes) for member, measured in members.items()]
-            of_value = {key: (number, 1) for numbers in named for key, number in numbers.items()}
+            fractions_of_value = {key: (number, 1) for numbers in named for key, number in numbers.items()}
         else:
             numbers = _named_numbers(name, value, classes)
-            of_value = {key: (number * num_used, num_used) for key, number in numbers.items()}
+            fractions_of_value = {key: (number * num_used, num_used) for key, number in numbers.items()}
 
-        if taken := fractions.keys() & of_value.keys():
+        if taken := fractions.keys() & fractions_of_value.keys():
             raise UsageError(
                 f"run.log got {min(taken)} twice, the second time in {name}=...; give each another name, those of a "
                 'collection by its prefix, as in MetricCollection(..., prefix="train ").'
             )
-        fractions |= of_value
+        fractions |= fractions_of_value
     return fractions
 
 

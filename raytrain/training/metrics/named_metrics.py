@@ -86,9 +86,9 @@ class NamedMetrics:
         else:
             # A class is among the k likeliest if fewer than k are likelier. Of equal classes, the first one counts as
             # likelier, as for argmax.
-            of_label = probabilities.gather(1, truth[:, None])  # (m, 1)
+            probability_of_label = probabilities.gather(1, truth[:, None])  # (m, 1)
             is_before = torch.arange(probabilities.shape[1], device=truth.device) < truth[:, None]
-            is_likelier = (probabilities > of_label) | ((probabilities == of_label) & is_before)
+            is_likelier = (probabilities > probability_of_label) | ((probabilities == probability_of_label) & is_before)
             rank = is_likelier.sum(1)  # (m,), from 0
             for index, k in enumerate(self._ks, start=1):
                 self._sums[index] += (rank < k).sum()

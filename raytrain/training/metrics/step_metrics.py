@@ -139,8 +139,8 @@ class StepMetrics:
             if isinstance(numerator, Tensor) and numerator.is_floating_point() and not isinstance(denominator, Tensor)
         ]
         if len(numerators) == len(values) and tuple(values) == self._names:
-            on_device = [numerator.detach().to(device) for numerator in numerators]
-            scalars = [numerator.reshape(()) if numerator.ndim else numerator for numerator in on_device]
+            numerators_on_device = [numerator.detach().to(device) for numerator in numerators]
+            scalars = [numerator.reshape(()) if numerator.ndim else numerator for numerator in numerators_on_device]
             self._logged[0, : len(values)] += torch.stack(scalars)
             for name, (_, denominator) in values.items():
                 self._host_denominators[name] = self._host_denominators.get(name, 0.0) + float(denominator)

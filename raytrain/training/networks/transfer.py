@@ -332,13 +332,13 @@ def freeze(model: nn.Module, names: Sequence[str], num_classes: int) -> None:
                 "--freeze all leaves the head to train, and the network has no fully connected layer or convolution "
                 f"with {num_classes} outputs, one per class; name the layers to freeze."
             )
-        in_head = {layer for head in heads for layer in head.modules()}
+        layers_of_head = {layer for head in heads for layer in head.modules()}
         model.requires_grad_(False)
-        for layer in in_head:
+        for layer in layers_of_head:
             layer.requires_grad_(True)
         # Batch norm in a layer that contains the head is not frozen with it: the layers in it are visited one by one.
         for layer in model.modules():
-            if in_head.isdisjoint(layer.modules()):
+            if layers_of_head.isdisjoint(layer.modules()):
                 batchnorm.freeze(layer)
 
     # Freeze the named layers, which may be in the head, too.
