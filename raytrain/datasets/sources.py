@@ -47,7 +47,7 @@ _DESCRIPTION_SUFFIXES = (".md", ".json", ".txt", ".py", ".yaml")
 
 @dataclass(frozen=True)
 class Labelling:
-    """How the images of a source are labelled: by a label file or a pattern; by default by their folders."""
+    """Where the labels of a source come from: a label file, a pattern, or by default the folders of the images."""
 
     file: str | None = None
     """A label file; by default ``metadata.csv`` or the like beside the images, as in Hugging Face's image folders."""

@@ -24,7 +24,7 @@ from raytrain.storage.store import Store
 
 @dataclass(frozen=True)
 class EpochAudit:
-    """How the samples were used in the traced steps of one epoch. ``epoch`` is counted from 1."""
+    """Samples that the traced steps of one epoch used as planned or otherwise. ``epoch`` is counted from 1."""
 
     epoch: int
     planned: int  # draws in these steps by the plan: one per sample, or more with balanced sampling

@@ -229,7 +229,7 @@ def _gains_since_previous(workers: Sequence[int], values: Sequence[float | None]
 
 
 def _seconds_of_steps(rows: Sequence[MetricRow]) -> tuple[list[int], list[float]]:
-    """Return 0 and the steps that have a speed, and the seconds of training up to each of them.
+    """Return the steps whose rows have a speed, after a 0, and the seconds of training up to each of them.
 
     The time between two rows is the number of images between them, divided by the images/s of the later one.
     """

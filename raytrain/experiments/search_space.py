@@ -229,7 +229,7 @@ def _takes_text(name: str) -> bool:
 
 
 def _value(flag: str, text: str, kind: Any) -> Value:
-    """Return ``text`` as a value of ``kind``, one of :func:`_sweepable_kinds`; raise UsageError if it is no such value.
+    """Return ``text`` as a value of ``kind``, one of :func:`_sweepable_kinds`; raise UsageError if it has none.
 
     ``flag`` is the option as the user wrote it, for the error.
     """

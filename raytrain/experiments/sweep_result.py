@@ -49,7 +49,7 @@ class FoldsResult:
 
 @dataclass(frozen=True, kw_only=True)
 class SweepResult:
-    """How a sweep ended, with its trials from best to worst; ``summary.json`` has the same fields.
+    """Result of a sweep, with its trials from best to worst; ``summary.json`` has the same fields.
 
     Example::
 

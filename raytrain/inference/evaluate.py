@@ -261,5 +261,5 @@ def _count_training_images(trained: TrainedRun, images: Store, manifest: Manifes
 
 
 def _with_sizes_of(others: Manifest, images: Manifest) -> Manifest:
-    """Return those of ``images`` that have as many bytes as one of ``others``."""
+    """Return the ``images`` that may be copies of one of the ``others``: their files have as many bytes."""
     return images.select(np.flatnonzero(np.isin(images.sizes_bytes, others.sizes_bytes)))

@@ -75,7 +75,7 @@ class Images(NamedTuple):
 
 
 class Network(NamedTuple):
-    """Properties of the network that decide on options. Each says whether it has such layers."""
+    """Properties of the network that decide on options: True if it has layers of this kind."""
 
     batch_norm: bool
     grouped: bool  # convolutions of groups of channels, such as depthwise ones

@@ -170,7 +170,7 @@ class Sample(Generic[T]):
         self.extend(rows)
 
     def keep(self, wanted: Callable[[T], bool]) -> None:
-        """Drop the rows that are not ``wanted``; the others that are kept count as the whole history."""
+        """Drop the rows that are not ``wanted``. Those that stay count as the whole history from now on."""
         self._newest = [row for row in self._newest if wanted(row)]
         self._older = [older for older in self._older if wanted(older[0])]
         self._num_older = Counter({kind: number + 1 for _, kind, number in self._older})

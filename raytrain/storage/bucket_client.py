@@ -46,7 +46,10 @@ _NO_RETRIES: RetryConfig = {**RETRIES, "max_retries": 0}
 
 @dataclass(frozen=True)
 class BucketConnection:
-    """How to reach a prefix of a bucket. Stores with equal connections share a client in each process."""
+    """What a client needs to reach a prefix of a bucket.
+
+    Stores with equal connections share a client in each process.
+    """
 
     url: str
     cloud: Cloud

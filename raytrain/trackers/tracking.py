@@ -102,7 +102,7 @@ class Tracking:
                 thread.check_alive()
 
     def finish(self, result: TrainResult) -> None:
-        """Send the rest and the last checkpoint, and finalize the trackers; wait a limited time for all of them."""
+        """Send the remaining rows and the last checkpoint, and finalize the trackers; wait for them a limited time."""
         # The result has the path of the checkpoint with the run's folder before it.
         network = result.checkpoint and result.checkpoint.removeprefix(result.run_dir).lstrip("/")
         end = End("failed") if result.status == "failed" else End("success", network)

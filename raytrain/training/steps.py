@@ -86,7 +86,7 @@ _CALLS = {  # the field of StepTotals that counts a call: what the loop did, in 
 
 
 class LoopPhase(Enum):
-    """Where the loop of this worker is in its run."""
+    """Phase of this worker's loop, which decides what the loop may ask for next."""
 
     BETWEEN_EPOCHS = "between two epochs, or before the first one"
     IN_BATCH = "in a batch: it has not asked for the next one"

@@ -54,7 +54,7 @@ class CropBox(NamedTuple):
 
 
 class Crop(NamedTuple):
-    """Which part of one image is shown: all of it, its centre, all of it on black, or a part that ``numbers`` choose.
+    """The part of an image that is shown: all of it, its centre, all of it on black, or a part that ``numbers`` choose.
 
     A crop can be sent to another process before the size of the image is known, and is called with that size there.
     """

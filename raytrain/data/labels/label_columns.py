@@ -50,7 +50,7 @@ _FLAGS = {"0": "0", "1": "1", "0.0": "0", "1.0": "1", "false": "0", "true": "1"}
 
 @dataclass(frozen=True)
 class LabelColumns:
-    """Which columns of a label file are read; None means one of the usual names."""
+    """Names of the columns of a label file that are read; None means a column with one of the usual names."""
 
     key: str | None = None
     label: tuple[str, ...] = ()  # several are classes, with 0 or 1 for each image

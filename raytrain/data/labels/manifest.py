@@ -57,7 +57,7 @@ class Packing:
 
 
 class Shrinking(NamedTuple):
-    """How larger images were turned into smaller JPEGs when they were packed."""
+    """Size and quality of the JPEGs that larger images were turned into when they were packed."""
 
     shorter_side: int  # pixels
     quality: int  # 1 to 100

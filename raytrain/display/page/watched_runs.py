@@ -340,7 +340,7 @@ class HomeRuns(StoredRuns):
         return {"storage": self.storage, "left_out": left_out, "runs": entries}
 
     def _measured(self, run: RunInfo, metric: Compared) -> _Measured:
-        """Return the run's metric in its last 200 evaluations, and the best of all of them.
+        """Return the values of ``metric`` in the last 200 evaluations of a run, and the best value of all evaluations.
 
         The history is read again if the run has a new heartbeat, or if the last read failed.
         """

@@ -105,7 +105,7 @@ class LocalLaunch:
         return self._coordinator
 
     def poll(self, snapshot: Snapshot) -> None:
-        """Tell the runs that share the images which of these cannot be used: each lists all of them at its end."""
+        """Pass on which of the shared images this run could not use: at its end, each run that shares them lists all."""
         if self._shared is not None:
             self._shared.note_skipped(self._coordinator.skipped_images())
 

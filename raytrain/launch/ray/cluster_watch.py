@@ -106,12 +106,12 @@ class CapacityCheck:
         self._is_reported = False
 
     def check(self, *, is_starting: bool = True, is_stopping: bool = False) -> None:
-        """Raise UsageError if the same workers have waited too long at the start of a run.
+        """Raise UsageError if workers have waited too long for room in the cluster at the start of a run.
 
         A run that has trained before (``is_starting`` is False) goes on waiting, because other jobs may end: then a
         warning says so. If such a run has been asked to stop (``is_stopping``), KeyboardInterrupt is raised instead,
-        because workers without room cannot hear of the request. Call this often: it asks the head every five seconds,
-        and judges by the answer to an earlier question.
+        because workers without room cannot hear of the request. Call this often: it asks the head every five seconds
+        without waiting, and uses the answer that has come.
         """
         if not self._throttle.due("placement groups", POLL_EVERY_S):
             return

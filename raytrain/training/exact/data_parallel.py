@@ -420,7 +420,10 @@ def _check_same_networks(worker: Worker, *content: object) -> None:
 
 
 def _check_same_action(actions: list[list[float]]) -> None:
-    """Raise UsageError unless all workers do the same; ``actions`` has [action, number of the network] of each."""
+    """Raise UsageError unless all workers call the same network, or all run a backward.
+
+    ``actions`` has [action, number of the network] of each worker.
+    """
     texts = [
         "runs a backward" if action == _BACKWARD else f"calls network {number + 1:.0f}" for action, number in actions
     ]

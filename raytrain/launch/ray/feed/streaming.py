@@ -67,7 +67,7 @@ class Stream:
 
     @property
     def age(self) -> tuple[int, int]:
-        """A pair that is larger than that of any earlier pass over the same data set."""
+        """A pair of numbers by which passes over a data set are ordered: a later pass has a larger one."""
         return self.attempt, self.number
 
 
