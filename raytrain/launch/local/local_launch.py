@@ -105,7 +105,7 @@ class LocalLaunch:
         return self._coordinator
 
     def poll(self, snapshot: Snapshot) -> None:
-        """Pass on which of the shared images this run could not use: at its end, each run that shares them lists all."""
+        """Pass on which shared images this run could not use: each run that shares them lists all at its end."""
         if self._shared is not None:
             self._shared.note_skipped(self._coordinator.skipped_images())
 
