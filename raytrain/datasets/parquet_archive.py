@@ -7,6 +7,7 @@ into the metadata of the file.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import IO
 
@@ -82,15 +83,23 @@ class ParquetArchive(Archive):
                     self.left_out["rows without the bytes of an image"] += 1
                     continue
 
-                # Labels that mean "no label", such as -1, stay: read() counts them.
-                if classes and label and label not in NO_LABELS_IN_ARCHIVES:
-                    if not label.isdecimal() or int(label) >= len(classes):
-                        raise UsageError(
-                            f"{self.name} has the label {label}, and names of "
-                            f"{format_count(len(classes), 'class')}; correct it."
-                        )
-                    label = classes[int(label)]
-                yield ArchivedImage(with_suffix(key, content), content, label or "", split or "")
+                yield ArchivedImage(
+                    with_suffix(key, content), content, self._class_name(label or "", classes), split or ""
+                )
+
+    def _class_name(self, label: str, classes: Sequence[str]) -> str:
+        """Return the name in ``classes`` whose number is ``label``; without such names, ``label`` itself.
+
+        Raises UsageError if the number has no name.
+        """
+        # Labels that mean "no label", such as -1, stay: read() counts them.
+        if not classes or not label or label in NO_LABELS_IN_ARCHIVES:
+            return label
+        if not label.isdecimal() or int(label) >= len(classes):
+            raise UsageError(
+                f"{self.name} has the label {label}, and names of {format_count(len(classes), 'class')}; correct it."
+            )
+        return classes[int(label)]
 
     def _check_types(self, schema: pa.Schema, image_column: str, label_column: str) -> None:
         """Raise UsageError unless images are bytes, or structs with bytes, and labels single values."""

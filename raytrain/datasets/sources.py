@@ -159,19 +159,9 @@ def _archives(source: str, label_file: str) -> Sequence[str]:
     Raises UsageError if ``source`` is a file of another kind, a pattern that no archive matches, or has archives both
     of training and of held-out images; StorageError if it cannot be listed.
     """
-    # A pattern names archives. In a bucket, our own store looks first whether its folder can be listed: s3fs has no
-    # sentence for a wrong bucket or credentials, and takes a listing that breaks off for a short one.
     files = _filesystem(source)
     if "*" in source:
-        if "://" in source:
-            open_store(source.partition("*")[0].rpartition("/")[0]).check_readable()
-        with _explained(source):
-            entries = cast("dict[str, Any]", files.glob(source, detail=True)).values()
-        archives = _archives_among(entries, source.partition("*")[0].rpartition("/")[0] or "/")
-        if not archives:
-            raise UsageError(f"No file that ends in {', '.join(ARCHIVE_SUFFIXES)} matches {source}; check the path.")
-        _refuse_splits(source, archives)
-        return archives
+        return _archives_of_pattern(files, source)
 
     # The name of an archive may be that of a folder, too: Spark writes photos.parquet/part-0.parquet. In a bucket, the
     # store is asked for the object first, since its errors say what is wrong with the bucket or the credentials.
@@ -185,13 +175,34 @@ def _archives(source: str, label_file: str) -> Sequence[str]:
             return [source]
         refuse_file(source)  # returns for a bucket's URL, and for a missing folder, which is reported below
     open_store(source).check_readable()
-
-    # List the folder. The Parquet files beside an index of packed shards are no archives.
-    folder = source
     try:
-        listed = files.ls(folder, detail=True)
+        listed = files.ls(source, detail=True)
     except FileNotFoundError:  # no such prefix in the bucket, which listing the images will report
         return []
+    return _archives_in_folder(files, source, listed, label_file)
+
+
+def _archives_of_pattern(files: AbstractFileSystem, pattern: str) -> Sequence[str]:
+    """Return the sorted archives that ``pattern`` matches, with the exceptions of :func:`_archives`."""
+    # In a bucket, our own store looks first whether the folder can be listed: s3fs has no sentence for a wrong bucket
+    # or credentials, and takes a listing that breaks off for a short one.
+    folder = pattern.partition("*")[0].rpartition("/")[0]
+    if "://" in pattern:
+        open_store(folder).check_readable()
+    with _explained(pattern):
+        entries = cast("dict[str, Any]", files.glob(pattern, detail=True)).values()
+    archives = _archives_among(entries, folder or "/")
+    if not archives:
+        raise UsageError(f"No file that ends in {', '.join(ARCHIVE_SUFFIXES)} matches {pattern}; check the path.")
+    _refuse_splits(pattern, archives)
+    return archives
+
+
+def _archives_in_folder(
+    files: AbstractFileSystem, folder: str, listed: Iterable[dict[str, Any]], label_file: str
+) -> Sequence[str]:
+    """Return the sorted archives that are ``listed`` in ``folder``, or in its folder ``data``, as :func:`_archives`."""
+    # The Parquet files beside an index of packed shards are no archives.
     entries = {str(entry["name"]).rstrip("/").rpartition("/")[2]: entry for entry in listed}
     if PACKED_INDEX in entries:
         return []
@@ -201,7 +212,7 @@ def _archives(source: str, label_file: str) -> Sequence[str]:
     # The log of such a table says which of its files still count. The others hold rows that were deleted or replaced.
     if archives and (log := next((name for name in _TABLE_LOGS if name in entries), None)):
         raise UsageError(
-            f"{source} is a table whose log, {log}/, says which of its Parquet files count; write the table as plain "
+            f"{folder} is a table whose log, {log}/, says which of its Parquet files count; write the table as plain "
             "Parquet files with the program that it is from, and pack those."
         )
 
@@ -308,9 +319,9 @@ def _unpack(source: str, opened: Sequence[_OpenedArchive], folder: Path) -> Labe
     numbers and those of another names, or there is no labelled image.
     """
     label_and_split_of: dict[str, tuple[str, str]] = {}  # by key
-    # The first archive whose labels are all numbers (True) and the first whose labels are all names (False), each with
-    # one of its labels.
-    examples: dict[bool, tuple[str, str]] = {}
+    # The first archive whose labels are all numbers, and the first whose labels are all names, with one label of each.
+    with_numbers: tuple[str, str] | None = None
+    with_names: tuple[str, str] | None = None
     repeated: list[str] = []
     left_out: Counter[str] = Counter()
     choices: set[str] = set()
@@ -336,14 +347,16 @@ def _unpack(source: str, opened: Sequence[_OpenedArchive], folder: Path) -> Labe
                 f"{', '.join(repeated[:3])}; "
                 "give each a name of its own, or name another column with --key-column."
             )
-        if len(are_numbers := set(map(is_whole_number, labels_of_archive))) == 1:
-            examples.setdefault(are_numbers.pop(), (name, min(labels_of_archive)))
-    if len(examples) > 1:
-        (with_numbers, number), (with_names, class_name) = examples[True], examples[False]
+        are_numbers = set(map(is_whole_number, labels_of_archive))
+        if are_numbers == {True}:
+            with_numbers = with_numbers or (name, min(labels_of_archive))
+        elif are_numbers == {False}:
+            with_names = with_names or (name, min(labels_of_archive))
+    if with_numbers and with_names:
         raise UsageError(
-            f"The labels of {with_numbers} are numbers, such as {number!r}, and those of {with_names} are names, such "
-            f"as {class_name!r}, which would become different classes; write the names into all archives, or, if the "
-            "numbers are classes of their own, unpack the images into class folders."
+            f"The labels of {with_numbers[0]} are numbers, such as {with_numbers[1]!r}, and those of {with_names[0]} "
+            f"are names, such as {with_names[1]!r}, which would become different classes; write the names into all "
+            "archives, or, if the numbers are classes of their own, unpack the images into class folders."
         )
 
     # Report what was chosen and left out in all archives, and make one table of their labels, in the order of the keys.

@@ -130,7 +130,6 @@ def _source_named() -> Generator[None]:
     into, such as FileNotFoundError, JSONDecodeError or KeyError. The caller would take that for an error of the bucket.
     """
     from botocore.exceptions import BotoCoreError, ClientError, CredentialRetrievalError, ParamValidationError
-    from botocore.session import Session
 
     try:
         yield
@@ -154,15 +153,7 @@ def _source_named() -> Generator[None]:
     except Exception as raised:
         error, reason = raised, ""
 
-    # Collect the settings of the profile and of its source profiles; those of the first one take precedence.
-    session = Session()
-    profiles: dict[str, dict[str, str]] = session.full_config.get("profiles", {})
-    settings: dict[str, str] = {}
-    name, names = session.get_config_variable("profile") or "default", set[str]()
-    while name in profiles and name not in names:
-        names.add(name)
-        settings = {**profiles[name], **settings}
-        name = profiles[name].get("source_profile", "")
+    settings = _settings_of_profile()
     program = settings.get("credential_process", "")
     with suppress(ValueError, IndexError):
         program = shlex.split(program)[0]  # its arguments may be secret
@@ -184,3 +175,18 @@ def _source_named() -> Generator[None]:
     else:
         detail = reason or f"{type(error).__name__}: {error}".partition("\n")[0]
     raise StorageError(SENTENCES.not_obtained.format(detail=detail)) from error
+
+
+def _settings_of_profile() -> dict[str, str]:
+    """Return the settings of the profile and of its source profiles; those of the first one take precedence."""
+    from botocore.session import Session
+
+    session = Session()
+    profiles: dict[str, dict[str, str]] = session.full_config.get("profiles", {})
+    settings: dict[str, str] = {}
+    name, names = session.get_config_variable("profile") or "default", set[str]()
+    while name in profiles and name not in names:
+        names.add(name)
+        settings = {**profiles[name], **settings}
+        name = profiles[name].get("source_profile", "")
+    return settings
