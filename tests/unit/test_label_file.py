@@ -156,6 +156,29 @@ def test_keys_of_another_place_lead_through_a_folder_of_the_same_name(
     assert "have no image below" in refused(images, rows, tmp_path)
 
 
+@pytest.mark.parametrize("before", ["bucket/", "bucket/2024/", "s3://bucket/", "s3://bucket/2024/", "/home/me/photos/"])
+def test_keys_may_begin_with_a_bucket_or_folders_that_the_images_lack(
+    before: str, images: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = rows_of(images)
+    wanted = dict(zip(rows["path"], rows["label"], strict=True))
+    train, test = opened(
+        images, write(tmp_path / "labels.csv", rows | {"path": [before + key for key in wanted]}), tmp_path
+    )
+    assert by_key(train, test) == wanted
+    assert f"names are elsewhere: {before.lstrip('/')}" in caplog.text
+
+
+def test_keys_of_images_elsewhere_are_not_taken_for_others_of_the_same_name(images: Path, tmp_path: Path) -> None:
+    rows = rows_of(images)
+    train_rows = rows | {"path": ["train/" + key for key in rows["path"]]}  # the images may be those of val/
+    assert "have no image below" in refused(images, train_rows, tmp_path)
+    folder = next(path for path in images.iterdir() if path.is_dir())
+    rows = rows_of(folder, label=lambda number: str(number % 2))
+    rows["path"] = ["photos/" + key for key in rows["path"]]  # without a folder, 1.png may be any image
+    assert "have no image below" in refused(folder, rows, tmp_path)
+
+
 def test_those_to_test_on_may_have_a_label_file_of_their_own(
     images: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

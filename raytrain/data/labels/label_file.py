@@ -11,7 +11,7 @@ import hashlib
 import logging
 import os
 import posixpath
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, islice
 from typing import Any
@@ -35,7 +35,7 @@ from raytrain.data.labels.label_columns import (
 from raytrain.data.labels.label_formats import KEY_COLUMNS, LABEL_COLUMNS, METADATA, read_table
 from raytrain.data.labels.listing import check_folder, first_names
 from raytrain.data.labels.manifest import Manifest
-from raytrain.data.labels.part_names import Part, is_held_out, is_training, parts_among
+from raytrain.data.labels.part_names import Part, is_held_out, is_part, is_training, parts_among
 from raytrain.data.plan.permutation import Int64s
 from raytrain.errors import UsageError, format_count
 from raytrain.storage.store import Store
@@ -127,7 +127,32 @@ class LabelTable:
         by_path = {path: row for row, path in enumerate(paths) if path}
         is_unique = len(by_path) == sum(path != "" for path in paths)
         rows = rows_in(by_path, str, _stem) if is_unique else None
+
+        # Or keys begin with folders that the images are not in, such as the bucket that these were downloaded from.
+        for paths in _without_shared_folders(self.keys):
+            if rows is None:
+                rows = rows_in({path: row for row, path in enumerate(paths)}, str, _stem)
         return np.full(len(keys), -1) if rows is None else rows
+
+
+def _without_shared_folders(keys: Iterable[str]) -> Iterator[list[str]]:
+    """Yield the keys without the first folder if all share it, then without the first two, and so on.
+
+    The bucket of a URL counts as a folder. A path keeps at least one folder, since 1.jpg alone may be another image,
+    and a folder of a part stays, since train/cat/1.jpg is not cat/1.jpg below val/.
+
+    >>> list(_without_shared_folders(["b/x/1.jpg", "b/y/1.jpg"])), list(_without_shared_folders(["s3://b/1.jpg"]))
+    ([['x/1.jpg', 'y/1.jpg']], [['1.jpg']])
+    """
+    are_urls = all("://" in key for key in keys)
+    paths = [key.rpartition("://")[2].split("/") for key in keys]
+    while paths:
+        first = paths[0][0]
+        fewest = 1 if are_urls else 2  # names that are left of a path
+        if is_part(first) or any(path[0] != first or len(path) <= fewest for path in paths):
+            return
+        paths, are_urls = [path[1:] for path in paths], False
+        yield ["/".join(path) for path in paths]
 
 
 def _stem(key: str) -> str:
