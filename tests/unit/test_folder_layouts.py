@@ -40,7 +40,7 @@ def tree(folder: Path, *classes: str, count: int = 4) -> Path:
     return fill(folder, *(f"{name}/{number}.png" for name in classes for number in range(count)))
 
 
-def opened(data: Path, test_data: Path | None = None) -> Dataset:
+def opened(data: Path, test_data: Path | None = None, **options: Any) -> Dataset:
     config = TrainConfig(
         data=str(data),
         test_data=test_data and str(test_data),
@@ -48,6 +48,7 @@ def opened(data: Path, test_data: Path | None = None) -> Dataset:
         learning_rate=1,
         mean=(0.5,) * 3,
         std=(0.5,) * 3,
+        **options,
     )
     return open_dataset(config, open_store(str(data.parent / "run")))
 
@@ -292,6 +293,42 @@ def test_numbered_parts_are_no_classes(names: tuple[str, ...], below: tuple[str,
     tree(tmp_path / "a", *(f"{name}/{each}" for name in names for each in below), f"{names[0]}/owl")
     with pytest.raises(UsageError, match="and no classes; put the class folders of"):
         opened(tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("bounding_box_train", "bounding_box_test", "query", "gallery"),
+        ("bounding_box_train", "gallery"),
+        ("train", "extra"),
+        ("train/cat", "train/dog", "unlabeled"),
+        ("trainA", "trainB"),
+        ("val", "test"),
+    ],
+)
+def test_folders_that_are_all_parts_are_no_classes(names: tuple[str, ...], tmp_path: Path) -> None:
+    with pytest.raises(
+        UsageError, match=r"are parts of a data set, and no classes; give --data .*a/\w*(train|test)A?[.,]"
+    ):
+        opened(tree(tmp_path / "a", *names))
+
+
+@pytest.mark.parametrize("above", ["", "data_256/", "train/"])
+def test_letters_that_sort_the_classes_are_no_classes(above: str, tmp_path: Path) -> None:
+    places = ("a/airfield", "a/abbey", "b/beach", "c/church/indoor", "c/church/outdoor")
+    tree(tmp_path / "a", *(above + place for place in places))
+    if above == "train/":
+        tree(tmp_path / "a", *(f"val/{place}" for place in places))
+    with pytest.raises(UsageError, match="sort folders such as a/abbey by their first letter") as refused:
+        opened(tmp_path / "a")
+    pattern = str(refused.value).split("'")[1]
+    data = opened(tmp_path / "a", label_pattern=pattern)
+    assert data.train.classes == ("abbey", "airfield", "beach", "church/indoor", "church/outdoor")
+
+
+def test_letters_are_classes_if_folders_below_do_not_begin_with_them(tmp_path: Path) -> None:
+    assert counts(opened(tree(tmp_path / "a", "A/A_1", "B/B_1"))).keys() == {"A", "B"}
+    assert counts(opened(tree(tmp_path / "b", "A/alice", "B/alice", "B/bob"))).keys() == {"A", "B"}
 
 
 def test_folders_of_which_some_repeat_below_each_other_are_told(

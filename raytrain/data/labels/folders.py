@@ -44,6 +44,8 @@ _STRAY = "images outside of class folders"
 _BESIDE_CLASSES = re.compile(
     r"(jpeg)?images?|jpe?g|png|imgs?|masks?|annotations?|labels?|trimaps?|segmentation.*|unlabell?ed|unsup.*"
 )
+# Beside parts, folders of these names are parts, too, as of Market-1501 and of SVHN.
+_OTHER_PARTS = re.compile(r"query|gallery|distractors?|extras?|additional")
 _NUMBERED_PART = re.compile(r"(.*[ _.-])?(k?fold|cv|split|part|batch|chunk|images?)[ _.-]?\d+")
 _MASKS = ("_mask", "_seg", "_segmentation", "_gt")
 _ROW_TABLES = (".csv", ".tsv")
@@ -222,6 +224,8 @@ def read_folders(keys: Sequence[str], url: str) -> FolderLabels:
     # The folders may be train/cat, or else cat/train, or else cat alone.
     labels = _parts_above_classes(paths, tops, url) or _parts_below_classes(paths, url)
     if labels is None:
+        _check_only_parts(paths, tops, url)
+        _check_alphabet(paths, url)
         _check_repeated(paths, url)
         labels = FolderLabels(tuple(path[0] if path else "" for path in paths))
     labels = replace(labels, classes=tuple(plain_booleans(labels.classes)))
@@ -316,6 +320,8 @@ def _parts_above_classes(paths: list[tuple[str, ...]], tops: set[str], url: str)
         num_images = format_count(sum(path[:1] == (folder,) for path in paths), "image")
         _log.warning("Not used of %s: %s in %s/, in none of the class folders of %s/.", url, num_images, folder, train)
 
+    _check_alphabet([below for path, below in zip(paths, below_parts, strict=True) if path[:1] == (train,)], url)
+
     # And no other folder may be beside them.
     if beside_parts:
         raise UsageError(
@@ -395,6 +401,42 @@ def _parts_below_classes(paths: list[tuple[str, ...]], url: str) -> FolderLabels
     _check_repeated([path[:1] + path[2:] for path in paths], url)
     parts = tuple(spelling_of[path[1].lower()] if len(path) > 1 else "" for path in paths)
     return FolderLabels(tuple(path[0] if path else "" for path in paths), parts, folder_of)
+
+
+def _check_only_parts(paths: list[tuple[str, ...]], tops: set[str], url: str) -> None:
+    """Raise UsageError if all top folders are parts, such as bounding_box_train/, query/ and gallery/."""
+    names = sorted(tops - {""})
+    is_other = [_OTHER_PARTS.fullmatch(name.lower()) or _is_beside_classes(name) for name in names]
+    if len(names) < 2 or not any(map(is_part, names)):
+        return
+    if not all(is_part(name) or other for name, other in zip(names, is_other, strict=True)):
+        return
+    part = next(filter(is_training, names), next(filter(is_part, names)))
+    has_classes = any(path[0] == part and len(path) > 1 for path in paths if path)
+    advice = "" if has_classes else ", and the classes with --labels or --label-pattern"
+    raise UsageError(
+        f"The folders {first_names(names)} of {url} are parts of a data set, and no classes; give --data {url}/{part}"
+        f"{advice}."
+    )
+
+
+def _check_alphabet(paths: list[tuple[str, ...]], url: str) -> None:
+    """Raise UsageError if the top folders are letters by which classes are sorted, as in a/airfield and b/beach.
+
+    The letters would be the classes. Below them, Places365 and SUN397 have classes such as church/indoor, which only a
+    pattern finds.
+    """
+    letters = {path[0] for path in paths if path}
+    if len(letters) < 2 or any(len(letter) > 1 or not letter.isalpha() for letter in letters):
+        return
+    # In A/A_1 and B/B_1, the letters are classes.
+    names = {path[:2] for path in paths}
+    if all(len(path) == 2 and re.match(rf"{path[0]}[^\W\d_]", path[1], re.IGNORECASE) for path in names):
+        letter, name = min(names)
+        raise UsageError(
+            f"The folders {first_names(sorted(letters))} of {url} sort folders such as {letter}/{name} by their first "
+            "letter, and are no classes; give --label-pattern '(?:^|/)[a-zA-Z]/(?P<label>.+)/'."
+        )
 
 
 def _check_repeated(paths: list[tuple[str, ...]], url: str) -> None:
