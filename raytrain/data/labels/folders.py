@@ -44,6 +44,11 @@ _STRAY = "images outside of class folders"
 _BESIDE_CLASSES = re.compile(
     r"(jpeg)?images?|jpe?g|png|imgs?|masks?|annotations?|labels?|trimaps?|segmentation.*|unlabell?ed|unsup.*"
 )
+# Folders of these names hold what programs write and people put beside the classes, so a line names them.
+_HARDLY_CLASSES = re.compile(
+    r"plots?|figures?|results?|outputs?|predictions?|visuali[sz]ations?|previews?|screenshots?|thumb(nail)?s?|logs?|"
+    r"runs?|models?|weights|checkpoints?|docs?|src|code|notebooks?|data(set)?s?|te?mp|backups?|samples?|examples?"
+)
 # Beside parts, folders of these names are parts, too, as of Market-1501 and of SVHN.
 _OTHER_PARTS = re.compile(r"query|gallery|distractors?|extras?|additional")
 _NUMBERED_PART = re.compile(r"(.*[ _.-])?(k?fold|cv|split|part|batch|chunk|images?)[ _.-]?\d+")
@@ -237,7 +242,9 @@ def read_folders(keys: Sequence[str], url: str) -> FolderLabels:
             f"There are no class folders below {url}, only {', '.join(f'{name}/' for name in sorted(classes))}; "
             f"{advice}put each class into a folder of its name, or give a label file with --labels."
         )
-    doubtful = sorted(name for name in classes if is_part(name) or _is_beside_classes(name))
+    doubtful = sorted(
+        name for name in classes if is_part(name) or _is_beside_classes(name) or _HARDLY_CLASSES.fullmatch(name.lower())
+    )
     for name in doubtful if len(classes) > 1 else ():
         others = "another" if len(classes) == 2 else f"{len(classes) - 1:,} others"
         _log.warning("%s/ in %s is taken for a class of this name, beside %s.", name, url, others)
