@@ -377,6 +377,18 @@ def test_a_copy_of_the_classes_in_a_folder_beside_them_is_no_class(tmp_path: Pat
     opened(tree(tmp_path / "b", "cat", "dog", "dog/cat", "wolf"))  # one folder of the same name may be chance
 
 
+@pytest.mark.parametrize("link", ["kitten", "dog/more"])
+def test_a_folder_that_a_link_puts_into_two_classes_is_refused(link: str, tmp_path: Path) -> None:
+    tree(tmp_path / "a", "cat", "dog")
+    (tmp_path / "a" / link).symlink_to(tmp_path / "a" / "cat")
+    with pytest.raises(UsageError, match=f"cat/ and {link}/ in .*a are one folder, by a link.* 'cat' and '"):
+        opened(tmp_path / "a")
+    tree(tmp_path / "b", "train/cat", "train/dog", "elsewhere/dog").rename(tmp_path / "c")
+    (tmp_path / "c" / "elsewhere").rename(tmp_path / "elsewhere")
+    (tmp_path / "c" / "train" / "owl").symlink_to(tmp_path / "elsewhere" / "dog")  # a class may be elsewhere
+    assert counts(opened(tmp_path / "c")).keys() == {"cat", "dog", "owl"}
+
+
 def test_masks_in_each_class_are_no_images_of_it(tmp_path: Path) -> None:
     tree(tmp_path / "a", "covid/images", "covid/masks", "normal/images", "normal/masks")
     with pytest.raises(UsageError, match=r"The class folders covid, normal of .* contain images, masks, which would"):

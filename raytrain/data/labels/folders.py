@@ -12,6 +12,7 @@ without a word on wrong labels; so it refuses what is ambiguous, and logs what i
 from __future__ import annotations
 
 import logging
+import os
 import posixpath
 import re
 import unicodedata
@@ -487,6 +488,9 @@ def _label_by_folder(
     Labels index ``classes``, by default the names of the folders. Log what is left out, once for all parts. Raises
     UsageError as :func:`check_classes` does.
     """
+    if part not in HELD_OUT:  # once, for all parts are in one listing
+        _check_linked_classes(files, folders.classes)
+
     # Images in no class folder, and those of other parts, are left out.
     chosen = np.array(folders.classes, object) != ""
     files.left_out[_STRAY] = [files.images[index].path for index in np.flatnonzero(~chosen)]
@@ -510,6 +514,28 @@ def _label_by_folder(
     images = unlabelled(files).select(np.flatnonzero(chosen))
     labels = np.array([label_of[name] for name in names], np.int32)
     return replace(images, labels=labels, classes=classes or present, left_out=files.counts)
+
+
+def _check_linked_classes(files: Listing, classes: Sequence[str]) -> None:
+    """Raise UsageError if a folder is in two classes, by a link: each of its images would be trained as both.
+
+    ``classes`` has the class of each image of ``files``.
+    """
+    if not os.path.isdir(files.url):  # a bucket has no links
+        return
+    class_of = {image.path.rpartition("/")[0]: name for image, name in zip(files.images, classes, strict=True) if name}
+    seen: dict[tuple[int, int], str] = {}  # by device and inode
+    for folder, name in class_of.items():
+        try:
+            status = os.stat(os.path.join(files.url, folder))
+        except FileNotFoundError:  # it was removed since it was listed
+            continue
+        first = seen.setdefault((status.st_dev, status.st_ino), folder)
+        if class_of[first] != name:
+            raise UsageError(
+                f"{first}/ and {folder}/ in {files.url} are one folder, by a link, so that each of its images would be "
+                f"in the classes {class_of[first]!r} and {name!r}; remove the link, or put other images in its place."
+            )
 
 
 def check_classes(present: tuple[str, ...], classes: tuple[str, ...] | None, url: str, num_images: int) -> None:
