@@ -20,7 +20,7 @@ from raytrain.data.labels.label_pattern import digest_of_pattern, table_by_patte
 from raytrain.data.labels.labelled_images import labelled_parts
 from raytrain.data.labels.manifest import Manifest
 from raytrain.data.labels.part_names import HELD_OUT, PARTS, Part
-from raytrain.data.mean_std import measure_mean_std
+from raytrain.data.mean_std import look_for_black_and_white, measure_mean_std
 from raytrain.data.plan.batch_plan import BatchPlan, ClassBalance
 from raytrain.errors import UsageError, flag
 from raytrain.runs.documents import CLASSES, IMAGES, MANIFEST, TEST_MANIFEST, VALIDATION_MANIFEST
@@ -195,6 +195,8 @@ def open_dataset(config: TrainConfig, run_store: Store | None = None) -> Dataset
 
     held_out_format = evaluation_format(config)
     mean, std = _mean_std(config, stores["train"], train, held_out_format)
+    if config.mean is not None and config.std is not None:  # otherwise, measuring them has told the same
+        look_for_black_and_white(stores["train"], train, held_out_format, config.seed)
 
     # Held-out images may be in the store of the training images, whichever way they were found there.
     store_of = {store.url: store for store in stores.values()}

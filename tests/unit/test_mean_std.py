@@ -64,6 +64,12 @@ def test_images_without_anything_to_see_are_reported_with_numbers(
     measure_mean_std(store, build_manifest(store), ImageFormat(ImageShape(8, 8, 3)), seed=0)
     assert told.format(tmp_path) in caplog.text if told else not caplog.messages
 
+    # They are looked for, too, if nothing has to be measured.
+    caplog.clear()
+    open_dataset(auto(data=str(tmp_path), mean=(0.5,) * 3, std=(0.5,) * 3))
+    lines = "".join(line for line in caplog.messages if "that were measured" in line)
+    assert (told.rpartition("are ")[2] in lines and "of 6 training images" in lines) if told else not lines
+
 
 def test_they_are_of_images_of_the_size_that_is_chosen_when_the_images_are_known(tmp_path: Path) -> None:
     stripes = np.zeros((128, 128, 3), np.uint8)

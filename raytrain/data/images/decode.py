@@ -97,6 +97,11 @@ _ISO_BRANDS = {
 }
 
 
+def is_unusual_png(data: bytes) -> bool:
+    """Return True if an image file is a PNG whose pixels are anything but 8 bits of red, green and blue each."""
+    return data.startswith(_PNG) and data[_PNG_DEPTH : _PNG_DEPTH + 2] != bytes((8, _PNG_RGB))
+
+
 def decode(data: bytes, shape: ImageShape, crop: Crop = STRETCH) -> Pixels:
     """Return the pixels of one image file, uint8 (H, W, C): the part that ``crop`` says, resized to ``shape``.
 
