@@ -707,3 +707,22 @@ def test_rows_that_name_no_image_are_counted(images: Path, tmp_path: Path, caplo
     assert "Rows of " in caplog.text and "that name no image are not used: 2" in caplog.text
     rows["path"] = [""] * len(rows["path"])
     assert "names an image; its keys are empty" in refused(images, rows, tmp_path)
+
+
+def test_rows_that_say_that_an_image_does_not_have_the_class_are_not_used(
+    images: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = rows_of(images)
+    present, absent = (
+        dict(zip(rows["path"], rows["label"], strict=True)),
+        {"path": rows["path"][:3], "label": ["owl"] * 3},
+    )
+    both = {name: rows[name] + absent[name] for name in rows}
+    for one, zero in (("1", "0"), ("1.0", "0.0")):
+        confidences = {"Confidence": [one] * len(present) + [zero] * 3}
+        assert by_key(*opened(images, write(tmp_path / "labels.csv", both | confidences), tmp_path)) == present
+        assert "whose Confidence is 0, so that the image does not have the class, are not used: 3." in caplog.text
+    confidences = ["0.7" if number % 2 else "0" for number in range(len(present))]  # of a model, which may be 0, too
+    assert (
+        by_key(*opened(images, write(tmp_path / "labels.csv", rows | {"confidence": confidences}), tmp_path)) == present
+    )

@@ -217,6 +217,7 @@ def label_table(table: pa.Table, url: str, columns: LabelColumns, images_urls: S
     """
     if not len(table):
         raise UsageError(f"The label file {url} has no row; it must have one for each image.")
+    table = _without_absent_classes(table, url, columns)
     key_texts = texts_of(table, url, column_called(table, url, "--key-column", columns.key, KEY_COLUMNS))
     keys = [normalized_key(key, images_urls) for key in key_texts.to_pylist()]
     split = split_column(table, url, columns)
@@ -273,6 +274,24 @@ def label_table(table: pa.Table, url: str, columns: LabelColumns, images_urls: S
     label_rows = LabelTable(url, keys, labels, splits, groups, classes)
     _check_rows(label_rows, columns.group)
     return label_rows
+
+
+def _without_absent_classes(table: pa.Table, url: str, columns: LabelColumns) -> pa.Table:
+    """Return a table without the rows whose confidence is 0, and log their number, if all others have 1.
+
+    Open Images writes so that a person has looked for a class in an image and not found it. Fractions are of models.
+    """
+    name = find_column(table.column_names, None, ("confidence",))
+    if name is None or name in columns.label or len(columns.label) > 1:
+        return table
+    texts = texts_of(table, url, name)
+    is_absent = pc.is_in(texts, pa.array(["0", "0.0"]))
+    if not pc.all(pc.or_(is_absent, pc.is_in(texts, pa.array(["1", "1.0"])))).as_py() or pc.all(is_absent).as_py():
+        return table
+    if num_absent := pc.sum(is_absent).as_py():
+        sentence = "Rows of %s whose %s is 0, so that the image does not have the class, are not used: %s."
+        _log.warning(sentence, url, name, f"{num_absent:,}")
+    return table.filter(pc.invert(is_absent))
 
 
 def comparable_key(key: str) -> str:
