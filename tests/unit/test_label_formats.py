@@ -281,9 +281,25 @@ def test_images_of_coco_have_the_categories_of_their_annotations(tmp_path: Path)
         read(tmp_path, "coco.json", several)
 
 
+def datumaro(*numbers: int) -> str:
+    labels = [{"name": "cat", "parent": "", "attributes": []}, {"name": "dog", "parent": "", "attributes": []}]
+    annotations = [{"id": 0, "type": "label", "group": 0, "label_id": number} for number in numbers]
+    items = [
+        {"id": "x/a.1", "annotations": annotations, "attr": {}, "image": {"path": "a.1.jpg"}},
+        {"id": "b", "annotations": [{"id": 0, "type": "caption", "caption": "two"}], "attr": {}},
+    ]
+    return json.dumps({"info": {}, "categories": {"label": {"labels": labels, "attributes": []}}, "items": items})
+
+
+def test_items_of_datumaro_have_the_names_of_their_labels(tmp_path: Path) -> None:
+    assert read(tmp_path, "default.json", datumaro(1, 1)) == {"x/a.1": "dog", "b": ""}
+    assert read(tmp_path, "default.json", datumaro(1, 0), separator=",") == {"x/a.1": f"cat{JOINED}dog", "b": ""}
+
+
 @pytest.mark.parametrize(
     ("content", "told"),
     [
+        (datumaro(2), "the item x/a.1 has the label 2, of 2 labels"),
         (coco(images=[{"id": 7, "file_name": "a"}] * 2), "several of its images have one id"),
         (coco(annotations=[{"image_id": 1, "category_id": 2}]), "the image 1 and the category 2 has an id not in"),
         (coco(categories=[{"id": 1, "name": "cat"}]), "cannot be read as a table"),

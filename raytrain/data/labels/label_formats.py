@@ -274,7 +274,7 @@ def _split_class_names(document: Any) -> tuple[Any, dict[str, str]]:
     Without a table beside them, what looks like names of classes is the table itself. Raises ValueError if several
     classes have the same name, or a class has no number.
     """
-    if not isinstance(document, dict) or "annotations" in document:  # COCO's are read with its images
+    if not isinstance(document, dict) or "annotations" in document or _is_datumaro(document):  # read with the images
         return document, {}
     rest = {name: value for name, value in document.items() if name not in _CLASS_NAMES}
     has_table = any(_is_list_of(value, (dict, list)) or _is_by_image(value) for value in rest.values())
@@ -311,6 +311,8 @@ def _records(document: Any, key_names: Set[str]) -> list[_Record]:
         raise ValueError("it has no records")
     if {"images", "annotations"} <= document.keys():
         return _coco_records(**document)
+    if _is_datumaro(document):
+        return _datumaro_records(document["categories"]["label"]["labels"], document["items"])
     if {"columns", "data"} <= document.keys():  # as pandas writes a table with orient="split"
         return _records_of_lists(document["columns"], document["data"])
     if all(map(is_part, document)):
@@ -370,6 +372,30 @@ def _coco_records(images: list[_Record], annotations: list[_Record], **rest: Any
         if name not in labels[image]:
             labels[image].append(name)
     return [{**image, "label": labels[image["id"]]} for image in images]
+
+
+def _is_datumaro(document: _Record) -> bool:
+    """Return True if a document has items, and categories by kind, among them labels, as Datumaro writes."""
+    categories = document.get("categories")
+    labels = categories.get("label") if isinstance(categories, dict) else None
+    return isinstance(labels, dict) and "labels" in labels and "items" in document
+
+
+def _datumaro_records(categories: list[_Record], items: list[_Record]) -> list[_Record]:
+    """Return the items of Datumaro, whose ids are paths without suffixes, each with the list of its labels' names.
+
+    Raises ValueError if a label has no category.
+    """
+    names = {str(number): category["name"] for number, category in enumerate(categories)}
+    records = list[_Record]()
+    for item in items:
+        numbers = dict.fromkeys(each["label_id"] for each in item["annotations"] if "label_id" in each)
+        if unknown := [number for number in numbers if number not in names]:
+            raise ValueError(
+                f"the item {item['id']} has the label {unknown[0]}, of {format_count(len(names), 'label')}"
+            )
+        records.append({"key": item["id"], "label": [names[number] for number in numbers]})
+    return records
 
 
 def _records_of_list(rows: list[Any]) -> list[_Record]:
