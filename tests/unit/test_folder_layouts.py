@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import io
 import os
 import shutil
@@ -311,6 +312,25 @@ def test_folders_that_are_all_parts_are_no_classes(names: tuple[str, ...], tmp_p
         UsageError, match=r"are parts of a data set, and no classes; give --data .*a/\w*(train|test)A?[.,]"
     ):
         opened(tree(tmp_path / "a", *names))
+
+
+@pytest.mark.parametrize(
+    "names", [("2024-01-03", "2024-02-28"), ("2023_12", "2024_01"), ("20240103", "20240104"), ("100CANON", "101_PANA", "102ND750")]
+)
+def test_folders_of_cameras_and_of_days_are_no_classes(names: tuple[str, ...], tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="are named by a camera or by dates, and are no classes"):
+        opened(tree(tmp_path / "a", *names))
+    assert len(counts(opened(tree(tmp_path / "b", "2019", "2020", "20241301")))) == 3  # years, and no date
+
+
+def test_folders_by_the_first_signs_of_hashes_are_no_classes(tmp_path: Path) -> None:
+    hashes = [hashlib.md5(str(number).encode()).hexdigest() for number in range(12)]
+    with pytest.raises(UsageError, match="have the first signs of their files' names, and are no classes"):
+        opened(fill(tmp_path / "a", *(f"{name[:2]}/{name}.png" for name in hashes)))
+    with pytest.raises(UsageError, match="have the first signs of their files' names, and are no classes"):
+        opened(fill(tmp_path / "b", *(f"{name[0]}/{name[1]}/{name}.png" for name in hashes)))
+    numbers = [f"{label}/{label}{number:07d}.png" for label in ("cat", "7") for number in range(4)]
+    assert counts(opened(fill(tmp_path / "c", *numbers))) == {"7": (3, 1), "cat": (3, 1)}
 
 
 @pytest.mark.parametrize("above", ["", "data_256/", "train/"])

@@ -53,6 +53,11 @@ _HARDLY_CLASSES = re.compile(
 # Beside parts, folders of these names are parts, too, as of Market-1501 and of SVHN.
 _OTHER_PARTS = re.compile(r"query|gallery|distractors?|extras?|additional")
 _NUMBERED_PART = re.compile(r"(.*[ _.-])?(k?fold|cv|split|part|batch|chunk|images?)[ _.-]?\d+")
+# Cameras make folders such as 100CANON, and programs for photographs those of a day or a month.
+_OF_CAMERA = re.compile(
+    r"[1-9]\d\d([A-Z_]{4}[A-Z0-9_]|ND\d{3})|(19|20)\d\d(?P<sign>[-_. ]?)(0[1-9]|1[0-2])((?P=sign)(0[1-9]|[12]\d|3[01]))?"
+)
+_HASH = re.compile(r"[0-9a-f]{8,}")
 _MASKS = ("_mask", "_seg", "_segmentation", "_gt")
 _ROW_TABLES = (".csv", ".tsv")
 _MOST_TABLES = 3  # that are opened to see whether they are label files
@@ -226,6 +231,7 @@ def read_folders(keys: Sequence[str], url: str) -> FolderLabels:
             f"The folders {first_names(sorted(tops))} of {url} are numbered parts, as of a cross-validation, and no "
             "classes; put the class folders of those to train on into one folder, or give a label file with --labels."
         )
+    _check_not_of_programs(keys, paths, tops, url)
 
     # The folders may be train/cat, or else cat/train, or else cat alone.
     labels = _parts_above_classes(paths, tops, url) or _parts_below_classes(paths, url)
@@ -409,6 +415,25 @@ def _parts_below_classes(paths: list[tuple[str, ...]], url: str) -> FolderLabels
     _check_repeated([path[:1] + path[2:] for path in paths], url)
     parts = tuple(spelling_of[path[1].lower()] if len(path) > 1 else "" for path in paths)
     return FolderLabels(tuple(path[0] if path else "" for path in paths), parts, folder_of)
+
+
+def _check_not_of_programs(keys: Sequence[str], paths: list[tuple[str, ...]], tops: set[str], url: str) -> None:
+    """Raise UsageError if a camera or a program has named all folders: by days, or by the first signs of the files."""
+    if len(tops) < 2:
+        return
+    if all(map(_OF_CAMERA.fullmatch, tops)):
+        reason = "are named by a camera or by dates"
+    elif all(len(top) <= 3 for top in tops) and all(
+        path and _HASH.fullmatch(name := key.rpartition("/")[2].partition(".")[0]) and name.startswith(path[0])
+        for key, path in zip(keys, paths, strict=True)
+    ):
+        reason = "have the first signs of their files' names"
+    else:
+        return
+    raise UsageError(
+        f"The folders {first_names(sorted(tops))} of {url} {reason}, and are no classes; put each class into a folder "
+        "of its name, or give a label file with --labels."
+    )
 
 
 def _check_only_parts(paths: list[tuple[str, ...]], tops: set[str], url: str) -> None:
