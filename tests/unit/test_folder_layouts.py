@@ -413,6 +413,9 @@ def test_masks_in_each_class_are_no_images_of_it(tmp_path: Path) -> None:
     tree(tmp_path / "a", "covid/images", "covid/masks", "normal/images", "normal/masks")
     with pytest.raises(UsageError, match=r"The class folders covid, normal of .* contain images, masks, which would"):
         opened(tmp_path / "a")
+    parts = ("bottle/train", "bottle/test", "bottle/ground_truth", "cable/train", "cable/test")
+    with pytest.raises(UsageError, match=r"contain train/ and test/, and also ground_truth, which would become images"):
+        opened(tree(tmp_path / "c", *parts))
     assert counts(opened(tree(tmp_path / "b", "covid/images", "normal/images"))) == {"covid": (3, 1), "normal": (3, 1)}
 
 

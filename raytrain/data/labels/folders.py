@@ -43,7 +43,8 @@ _log = logging.getLogger("raytrain")
 _STRAY = "images outside of class folders"
 # Folders of these names are probably no classes, but hold the images or masks of a data set, or parts of it.
 _BESIDE_CLASSES = re.compile(
-    r"(jpeg)?images?|jpe?g|png|imgs?|masks?|annotations?|labels?|trimaps?|segmentation.*|unlabell?ed|unsup.*"
+    r"(jpeg)?images?|jpe?g|png|imgs?|masks?|ground[ _-]?truths?|annotations?|labels?|trimaps?|segmentation.*|"
+    r"unlabell?ed|unsup.*"
 )
 # Folders of these names hold what programs write and people put beside the classes, so a line names them.
 _HARDLY_CLASSES = re.compile(
@@ -402,6 +403,11 @@ def _parts_below_classes(paths: list[tuple[str, ...]], url: str) -> FolderLabels
         return None
     train, *_, last = folder_of.values()
     if no_parts := sorted(folder for folder in second_folders if not is_part(folder)):
+        if all(map(_is_beside_classes, no_parts)):
+            raise UsageError(
+                f"The class folders of {url} contain {train}/ and {last}/, and also {first_names(no_parts)}, which "
+                "would become images of the classes; move these to another place."
+            )
         sentence = "%s/ and %s/ in the topmost folders of %s do not say what is held out: there are images in %s/, too."
         _log.warning(sentence, train, last, url, no_parts[0])
         return None
