@@ -315,7 +315,13 @@ def test_folders_that_are_all_parts_are_no_classes(names: tuple[str, ...], tmp_p
 
 
 @pytest.mark.parametrize(
-    "names", [("2024-01-03", "2024-02-28"), ("2023_12", "2024_01"), ("20240103", "20240104"), ("100CANON", "101_PANA", "102ND750")]
+    "names",
+    [
+        ("2024-01-03", "2024-02-28"),
+        ("2023_12", "2024_01"),
+        ("20240103", "20240104"),
+        ("100CANON", "101_PANA", "102ND750"),
+    ],
 )
 def test_folders_of_cameras_and_of_days_are_no_classes(names: tuple[str, ...], tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="are named by a camera or by dates, and are no classes"):
@@ -329,8 +335,21 @@ def test_folders_by_the_first_signs_of_hashes_are_no_classes(tmp_path: Path) -> 
         opened(fill(tmp_path / "a", *(f"{name[:2]}/{name}.png" for name in hashes)))
     with pytest.raises(UsageError, match="have the first signs of their files' names, and are no classes"):
         opened(fill(tmp_path / "b", *(f"{name[0]}/{name[1]}/{name}.png" for name in hashes)))
-    numbers = [f"{label}/{label}{number:07d}.png" for label in ("cat", "7") for number in range(4)]
-    assert counts(opened(fill(tmp_path / "c", *numbers))) == {"7": (3, 1), "cat": (3, 1)}
+    numbers = [f"{label}/{label}{number:07d}.png" for label in (7, 8) for number in range(4)]
+    assert counts(opened(fill(tmp_path / "c", *numbers))) == {"7": (3, 1), "8": (3, 1)}
+
+
+@pytest.mark.parametrize("file", ["{}.txt", "{}.png.json", "../annotations/{}.xml"])
+def test_annotations_of_each_image_are_said_not_to_be_read(
+    file: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tree(tmp_path / "a", "site1", "site2")
+    for image in list((tmp_path / "a").rglob("*.png")):
+        annotation = image.parent / file.format(image.stem)
+        annotation.parent.mkdir(exist_ok=True)
+        annotation.write_text("0 0.5 0.5 0.1 0.1")
+    opened(tmp_path / "a")
+    assert "files that are called like its images, such as " in caplog.text
 
 
 @pytest.mark.parametrize("above", ["", "data_256/", "train/"])

@@ -56,7 +56,8 @@ _OTHER_PARTS = re.compile(r"query|gallery|distractors?|extras?|additional")
 _NUMBERED_PART = re.compile(r"(.*[ _.-])?(k?fold|cv|split|part|batch|chunk|images?)[ _.-]?\d+")
 # Cameras make folders such as 100CANON, and programs for photographs those of a day or a month.
 _OF_CAMERA = re.compile(
-    r"[1-9]\d\d([A-Z_]{4}[A-Z0-9_]|ND\d{3})|(19|20)\d\d(?P<sign>[-_. ]?)(0[1-9]|1[0-2])((?P=sign)(0[1-9]|[12]\d|3[01]))?"
+    r"[1-9]\d\d([A-Z_]{4}[A-Z0-9_]|ND\d{3})|"
+    r"(19|20)\d\d(?P<sign>[-_. ]?)(0[1-9]|1[0-2])((?P=sign)(0[1-9]|[12]\d|3[01]))?"
 )
 _HASH = re.compile(r"[0-9a-f]{8,}")
 _MASKS = ("_mask", "_seg", "_segmentation", "_gt")
@@ -137,13 +138,22 @@ def _check_tables_below(files: Listing) -> None:
     """Raise UsageError if a label file such as site_A/metadata.csv gives the images of one folder several classes.
 
     Only label files directly below ``--data`` are read, and without one the folders would become the classes. Log the
-    tables directly below ``--data`` that are not read because of their names.
+    tables directly below ``--data`` that are not read because of their names, and annotations of each image.
     """
     # Tables of other names beside the images may be anything, so they are only named.
     unread = sorted(path for path in files.left_out[TABLES] if "/" not in path and path.lower().endswith(_ROW_TABLES))
     if unread := [path for path in unread if path not in METADATA]:
         sentence = "Not read beside the images of %s: %s. If it says their classes, give it with --labels."
         _log.warning(sentence, files.url, first_names(unread))
+
+    # So are files that are called like the images, as annotations of detections and captions are.
+    names = {posixpath.basename(image.path) for image in files.images} if files.left_out[TABLES] else set[str]()
+    names |= {posixpath.splitext(name)[0] for name in names}
+    named_alike = [path for path in files.left_out[TABLES] if posixpath.splitext(posixpath.basename(path))[0] in names]
+    if 2 * len(named_alike) >= len(files.images):
+        sentence = "Not read below %s: %s files that are called like its images, such as %s. If they say the classes, "
+        advice = "write a label file of them, and give it with --labels."
+        _log.warning(sentence + advice, files.url, f"{len(named_alike):,}", min(named_alike))
 
     # Tables of the names that are read, in folders where they are not.
     tables = sorted(path for path in files.left_out[TABLES] if posixpath.basename(path) in METADATA)
@@ -429,9 +439,13 @@ def _check_not_of_programs(keys: Sequence[str], paths: list[tuple[str, ...]], to
         return
     if all(map(_OF_CAMERA.fullmatch, tops)):
         reason = "are named by a camera or by dates"
-    elif all(len(top) <= 3 for top in tops) and all(
-        path and _HASH.fullmatch(name := key.rpartition("/")[2].partition(".")[0]) and name.startswith(path[0])
-        for key, path in zip(keys, paths, strict=True)
+    elif (
+        all(len(top) <= 3 for top in tops)
+        and not all(map(str.isdecimal, tops))
+        and all(
+            path and _HASH.fullmatch(name := key.rpartition("/")[2].partition(".")[0]) and name.startswith(path[0])
+            for key, path in zip(keys, paths, strict=True)
+        )
     ):
         reason = "have the first signs of their files' names"
     else:
