@@ -36,6 +36,7 @@ from raytrain.runs.checkpoint_files import Identity, newest_checkpoint, newest_s
 from raytrain.runs.documents import (
     CONFIG,
     STATUS,
+    STOP_REQUEST,
     SUMMARY,
     SWEEP,
     is_run_file,
@@ -308,7 +309,8 @@ def prepare(config: TrainConfig, request: TrainRequest | None = None) -> Prepare
     """List the images of a run, and take ownership of it until the returned context is left.
 
     ``config`` is what :func:`settle_options` returns, to which the options that the images decide are added. Nothing is
-    written but the claim of ownership. Takes up to half a minute longer if the last owner of the run may be alive.
+    written but the claim of ownership, and a stop request that was meant for an earlier attempt is deleted. Takes up to
+    half a minute longer if the last owner of the run may be alive.
 
     Raises UsageError if the images of a resumed run have changed, if an option does not fit the images, or if another
     process owns the run; StorageError if storage is out of reach.
@@ -320,6 +322,9 @@ def prepare(config: TrainConfig, request: TrainRequest | None = None) -> Prepare
     assert config.name
     name, request = config.name, request or TrainRequest()
     store = run_store(config.storage, name)
+    # A stop request that is there by now was meant for an earlier attempt. One that comes later, as while this process
+    # waits for the last owner, is for this one.
+    old_stop_request = {} if request.restarting else read_json(store, STOP_REQUEST)
 
     # The runs of a group have listed the images together.
     if request.group is not None:
@@ -345,6 +350,8 @@ def prepare(config: TrainConfig, request: TrainRequest | None = None) -> Prepare
     try:
         _check_free(config, name, store)
         first_step = newest_step(store)
+        if old_stop_request and read_json(store, STOP_REQUEST) == old_stop_request:
+            claim.owned_store.delete(STOP_REQUEST)
     except BaseException:
         claim.close()
         raise

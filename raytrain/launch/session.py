@@ -239,11 +239,11 @@ class RunSession:
 
         Do nothing if they are written. The trackers begin here, too.
         """
-        # Once: the manifests and the configuration. A stop request in storage stays if this process restarts the run.
+        # Once: the manifests and the configuration.
         if self._phase is RunPhase.UNKNOWN:
             prepared = self._prepared
             prepared.data.write(prepared.store)
-            self._writer.begin(self._launch.config, restarting=prepared.restarting)
+            self._writer.begin(self._launch.config)
             ask_to_stop = prepared.signals.request_stop
             self._tracking.begin(
                 self._launch.config, prepared.store, self._monitor.note_event, ask_to_stop, sweep=prepared.sweep

@@ -13,7 +13,7 @@ from raytrain.monitor.snapshot import Snapshot
 from raytrain.monitor.stop_request import read_stop_request
 from raytrain.runs.background_and_throttle import Throttle
 from raytrain.runs.checkpoint_files import newest_checkpoint
-from raytrain.runs.documents import CONFIG, MACHINE_HISTORY, STOP_REQUEST, SUMMARY, write_config, write_json
+from raytrain.runs.documents import CONFIG, MACHINE_HISTORY, SUMMARY, write_config, write_json
 from raytrain.runs.machine_history import MEASURE_EVERY_S, MachineHistory, read_machine_history, write_machines
 from raytrain.runs.outcome import Outcome, Progress, StopReason, TrainResult
 from raytrain.runs.redact import redact
@@ -55,14 +55,12 @@ class DocumentWriter:
         self._unwritten: TrainConfig | None = None  # options that will replace those in storage once workers start
         self._machines: MachineHistory | None = None  # read once workers report
 
-    def begin(self, config: TrainConfig, *, restarting: bool = False) -> None:
-        """Write the first documents of an attempt. Delete an old stop request, unless ``restarting`` after a failure.
+    def begin(self, config: TrainConfig) -> None:
+        """Write the first documents of an attempt.
 
         The options of an existing run are replaced only when its workers have started, because workers refuse a
         checkpoint that does not fit the new options. Raises StorageError if storage is out of reach.
         """
-        if not restarting:
-            self._store.delete(STOP_REQUEST)  # it was meant for an earlier attempt
         self.write_status("starting")
         if self._store.exists(CONFIG):
             self._unwritten = config

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
+from datetime import datetime, timezone
 from time import monotonic
 from types import FrameType
 from typing import Any, TextIO
@@ -21,6 +22,7 @@ from raytrain.runs.status import WATCH_S, parse_status, stored_status, watch_for
 from raytrain.storage.store import Store
 
 _log = logging.getLogger(__name__)
+_REQUESTED_AT = "requested_at"  # in the document of a request: when it was written
 _ONE_STOP_S = 1.0  # the shell, `uv run` and `ray job stop` each send or forward a signal for one Ctrl-C
 
 
@@ -37,7 +39,9 @@ def request_stop(storage: str, name: str, reason: StopReason) -> None:
     stored, status = stored_status(document), parse_status(document)
     may_train = stored.active and not stored.is_gone
     if may_train:
-        write_json(store, STOP_REQUEST, reason.to_json())
+        # The time makes each request another document: an attempt that begins drops the one that was there before it.
+        now = datetime.now(timezone.utc).isoformat()
+        write_json(store, STOP_REQUEST, {**reason.to_json(), _REQUESTED_AT: now})
     if status.active:
         return
 
@@ -54,8 +58,10 @@ def request_stop(storage: str, name: str, reason: StopReason) -> None:
 
 def read_stop_request(store: Store) -> StopReason | None:
     """Return the stop request in a run's storage; None without one, or if it is damaged."""
+    document = read_json(store, STOP_REQUEST)
+    document.pop(_REQUESTED_AT, None)
     with suppress(ValueError):
-        return StopReason.from_json(read_json(store, STOP_REQUEST))
+        return StopReason.from_json(document)
     return None
 
 

@@ -27,14 +27,15 @@ import torch
 import raytrain
 from raytrain.demo.s3_server import S3Server
 from raytrain.errors import OwnerChanged, StorageError, UsageError
-from raytrain.launch.prepare import prepare, settle_options
+from raytrain.launch.prepare import TrainRequest, prepare, settle_options
 from raytrain.monitor.document_writer import DocumentWriter
+from raytrain.monitor.stop_request import read_stop_request, request_stop
 from raytrain.runs import ownership as claims
 from raytrain.runs.checkpoint_files import Identity, checkpoint_path, newest_checkpoint, newest_step
 from raytrain.runs.documents import CLAIM, CONFIG, METRICS, STATUS, new_name, run_store
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.metrics_history import History, read_metrics
-from raytrain.runs.outcome import Progress
+from raytrain.runs.outcome import Progress, StopReason
 from raytrain.runs.ownership import Claim, RunClaim, claim_run
 from raytrain.runs.status import read_status
 from raytrain.storage.folder import FolderStore
@@ -387,6 +388,34 @@ def test_a_second_run_of_the_same_name_is_refused_while_the_first_one_trains(ima
     assert result.status == "finished"
     assert "'run' is training at this moment" in refused.read_text()
     assert (tmp_path / "run" / METRICS).read_text().count("\n") == 24
+
+
+@pytest.mark.parametrize("restarting", [False, True])
+def test_a_stop_requested_while_a_resume_waits_for_the_last_owner_is_for_the_resume(
+    restarting: bool, images: Path, tmp_path: Path
+) -> None:
+    wanted = dataclasses.replace(local_config(images, tmp_path, precision="float32"), resume=True)
+    store = run_store(str(tmp_path), "run")
+    owner = stalled(claim_run(store, "run"))
+    documents = DocumentWriter(owner.owned_store, num_steps=20)
+    documents.begin(wanted.resolve(name="run", num_workers=2, device="cpu", mean=(0.4,) * 3, std=(0.2,) * 3))
+    from_elsewhere(store)
+    store.put(STATUS, json.dumps({**json.loads(store.get(STATUS)), "machine": "another"}).encode())
+
+    # The old request stays only for an attempt that follows one of the same process.
+    request_stop(str(tmp_path), "run", StopReason("caller", "enough"))
+    with prepare(settle_options(wanted), TrainRequest(restarting=restarting)):
+        assert read_stop_request(store) == (StopReason("caller", "enough") if restarting else None)
+
+    from_elsewhere(store, released=False)
+    request_stop(str(tmp_path), "run", StopReason("caller", "enough"))
+    with ThreadPoolExecutor(1) as pool:
+        late = pool.submit(prepare, settle_options(wanted), TrainRequest(restarting=restarting))
+        time.sleep(LEASE_S / 2)
+        request_stop(str(tmp_path), "run", StopReason("caller", "enough"))
+        with late.result() as prepared:
+            DocumentWriter(prepared.store, num_steps=20).begin(prepared.resolve(2, "cpu"))
+            assert read_stop_request(store) == StopReason("caller", "enough")
 
 
 def test_a_refused_start_releases_the_run(images: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from raytrain.config import ResolvedConfig, TrainConfig
 from raytrain.monitor.document_writer import DocumentWriter, progress_of
 from raytrain.monitor.events import CheckpointWritten
 from raytrain.monitor.monitor import RunMonitor
-from raytrain.monitor.stop_request import read_stop_request, request_stop
+from raytrain.monitor.stop_request import request_stop
 from raytrain.runs.documents import STOP_REQUEST, SUMMARY, read_config, read_json, run_names, run_store
 from raytrain.runs.machine_history import MachineUse, read_machine_history, read_machines
 from raytrain.runs.metric_row import MetricRow
@@ -58,18 +58,6 @@ def test_the_heartbeat_tells_of_the_machines(store: Store, config: ResolvedConfi
     assert read_machines(store) == (use,)
     [worker] = read_machine_history(store).to_json()["workers"]
     assert worker == {"rank": 0, "node": "n", "values": {"images_per_s": [10.0], "data_wait_fraction": [0.5]}}
-
-
-def test_an_old_stop_request_is_cleared_unless_the_run_restarts_itself(
-    store: Store, config: ResolvedConfig, tmp_path: Path
-) -> None:
-    documents = DocumentWriter(store, num_steps=100)
-    documents.begin(config)
-    request_stop(str(tmp_path), "first", StopReason("caller", "enough"))
-    documents.begin(config, restarting=True)
-    assert documents.stop_request() == StopReason("caller", "enough")
-    documents.begin(config)
-    assert read_stop_request(store) is None
 
 
 def test_every_event_is_logged_once(store: Store, monitor: RunMonitor, caplog: pytest.LogCaptureFixture) -> None:
