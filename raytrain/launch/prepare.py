@@ -91,8 +91,9 @@ class TrainRequest:
         signals: where requests to stop the run come from.
         trackers: where its metrics are sent, already opened.
         started_at: when the user started the run, by ``time.monotonic()``.
-        restarting: this process has trained the run already, and starts it again because it lost its coordinator;
-            requests to stop the run that are in storage are still valid.
+        restarting: this process has trained the run already, and starts it again because it lost its coordinator, or
+            because memory did not suffice. The status in storage has the time and the cost until then, and requests to
+            stop the run that are in storage are still valid.
         group: the group of runs in which it trains, if any.
         sweep: the name of the sweep of which it is a trial, if any.
         notifies: whether ``--notify`` reports how it ends.

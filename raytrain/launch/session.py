@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import time
 from contextlib import suppress
 from enum import Enum, auto
 from typing import Protocol
@@ -125,7 +126,9 @@ class RunSession:
             prepared.store, self._plan.num_steps, prepared.first_step, prepared.started_at, before
         )
         self._notification = Notification(notify_target(prepared.config) if prepared.notifies else None)
-        self._cost = CostMeter(prepared.config.prices, before, prepared.started_at)
+        # After a restart, the status has the dollars so far.
+        costs_since = time.monotonic() if prepared.restarting else prepared.started_at
+        self._cost = CostMeter(prepared.config.prices, before, costs_since)
         self._max_dollars = prepared.config.max_cost
         self._reported_gpus: set[str] = set()  # types of GPUs whose missing price was reported
         self._tracking = Tracking(prepared.trackers)

@@ -92,6 +92,7 @@ def start_run(config: TrainConfig, request: TrainRequest, trackers: Trackers = (
                 microbatches,
             )
             config = dataclasses.replace(config, name=name, resume=True, accumulate=microbatches)
+            request = dataclasses.replace(request, restarting=True)
 
 
 def _train_with_restarts(config: TrainConfig, request: TrainRequest) -> TrainResult:

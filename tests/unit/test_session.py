@@ -6,6 +6,7 @@ import errno
 import importlib
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,12 +22,13 @@ from raytrain.launch.coordinator import Coordinator
 from raytrain.launch.prepare import PreparedRun, TrainRequest, prepare, settle_options
 from raytrain.launch.session import RunSession
 from raytrain.monitor import document_writer
+from raytrain.monitor.document_writer import DocumentWriter
 from raytrain.monitor.snapshot import Snapshot
 from raytrain.monitor.stop_request import StopSignals
 from raytrain.runs.documents import CONFIG, MANIFEST, SUMMARY, SUSPICIOUS_LABELS, read_json, run_store
 from raytrain.runs.metric_row import SuspiciousLabel
 from raytrain.runs.outcome import Outcome, Progress, StopReason, TrainResult
-from raytrain.runs.status import read_status
+from raytrain.runs.status import RunStatus, read_status, write_status
 from tests.helpers.small_runs import config
 from tests.helpers.stored_histories import step_row
 
@@ -146,6 +148,19 @@ def test_a_run_that_has_cost_its_limit_stops_and_says_so(images: Path, tmp_path:
     assert result.dollars is not None and result.dollars >= 0.001
     status = read_status(run_store(str(tmp_path), "run"))
     assert (status.status, status.dollars) == ("stopped", result.dollars)
+
+
+def test_a_run_that_this_process_starts_again_counts_each_hour_once(images: Path, tmp_path: Path) -> None:
+    started_at = time.monotonic() - 3600  # the first attempt has lasted for an hour, which the status has
+    with session(images, tmp_path, train_until_stopped, price=("2",)) as (_, launch):
+        store = run_store(str(tmp_path), "run")
+        DocumentWriter(store, num_steps=20).begin(launch.config)
+        write_status(store, RunStatus(status="failed", step=1, dollars=2.0, elapsed_s=3600.0))
+    wanted = settle_options(config(images, tmp_path, resume=True, price=("2",), precision="float32"))
+    request = TrainRequest(restarting=True, started_at=started_at, signals=StopSignals())
+    request.signals.request_stop(StopReason("signal", "SIGINT"))
+    with prepare(wanted, request) as prepared, RunSession(prepared, StandIn(prepared, train_until_stopped)) as again:
+        assert again.watch().dollars == pytest.approx(2.0, abs=0.1)
 
 
 def test_the_images_whose_labels_look_wrong_are_written_with_their_pictures(images: Path, tmp_path: Path) -> None:
