@@ -22,24 +22,65 @@ _PLACE_NAME = re.compile("_(FILE|PATH|DIR|SOCK)$|^GOOGLE_APPLICATION_CREDENTIALS
 _URL_REST = re.compile(r"://\S+")
 _USER_INFO = re.compile(r"(?<=://)([^/\s:]*:\S*|[^/\s]+)@")  # a password may hold slashes and at signs
 _PRIVATE_KEY_LIMIT = re.compile(r"-----(BEGIN|END) [A-Z ]*PRIVATE KEY-----(?:\\n)?")
-_NAMED_SECRETS = (
-    re.compile(r"""(\bauthorization["']?\s*[:=]\s*["']?)\w+\s+[^\s"']+""", re.IGNORECASE),
-    re.compile(
-        r"""((?:password|passwd|passphrase|[_-]pass|secret|token|signature|(?:api|access|account|private|shared)"""
-        r"""[_-]?key|connection_?string)["']?\s*[=:]\s*["']?)[^\s"'&,…][^\s"'&,]{5,}""",
-        re.IGNORECASE,
-    ),
-    # Words of a command line, which provenance holds, and the signature of a URL of Azure.
-    re.compile(
-        r"""((?<![\w-])--(?:[\w-]*[_-])?(?:password|passwd|passphrase|secret|token|key)\s+["']?)[^\s"'-][^\s"']{5,}""",
-        re.IGNORECASE,
-    ),
-    re.compile(r"((?<![\w%])sig=)[\w%+/-]{20,}"),
-    # Keys of a length that no other word has beside these names: W&B's are 40 digits of base 16.
-    re.compile(r"""((?<![\w.-])(?:bearer\s+|key=["']))[\w~+/-]{32,}=*(?:\.[\w~+/-]+=*)*""", re.IGNORECASE),
+_NAME = (
+    r"(?:password|passwd|passphrase|[_-]pass|secret|token|signature"
+    r"|(?:api|access|account|private|secret|shared)[_-]?key|connection_?string)"
 )
+_NAME_WORDS = "pass", "secret", "token", "signature", "key", "connection"
+_FLAG = r"(?<![\w-])--(?:[\w-]*[_-])?(?:password|passwd|passphrase|secret|token|key)"
+_COOKIE_VALUE = r"""=(?:\\?"[^"\r\n]*"|[^"'\r\n;]*)"""
+_NAMED_SECRETS = (
+    (
+        ("authorization",),
+        re.compile(r"""(\bauthorization["']?\s*[:=]\s*["']?)(?:[\w-]+\s+[^\s"']+|[^\s"'…]{6,})""", re.IGNORECASE),
+    ),
+    # A header of cookies, whose values may be quoted, and a cookie as Python shows it.
+    (
+        ("cookie",),
+        re.compile(
+            rf"""((?:\b(?:set-)?cookie["']?\s*[:=]\s*["']?|<Cookie\s))[\w.$~!#%&*+^`|-]{{1,128}}{_COOKIE_VALUE}"""
+            rf"""(?:;[^"'\r\n;=]*(?:{_COOKIE_VALUE})?)*""",
+            re.IGNORECASE,
+        ),
+    ),
+    # A value beside its name: in quotation marks, where it may have blanks, or one word. On a command line, which
+    # provenance holds, there is a blank between both.
+    (
+        _NAME_WORDS,
+        re.compile(
+            rf"""((?:{_NAME}["']?\s*[=:]\s*|{_FLAG}\s+)(["']))(?!…)(?:(?!\2)[^\r\n]){{6,512}}(?=\2)""",
+            re.IGNORECASE,
+        ),
+    ),
+    (_NAME_WORDS, re.compile(rf"""({_NAME}["']?\s*[=:]\s*["']?)[^\s"'&,…][^\s"'&,]{{5,}}""", re.IGNORECASE)),
+    (("--",), re.compile(rf"""({_FLAG}\s+["']?)[^\s"'-][^\s"']{{5,}}""", re.IGNORECASE)),
+    # A word with letters and digits behind a name in a sentence, as in "password hunter22"; and a user of curl.
+    (
+        (*_NAME_WORDS, "bearer"),
+        re.compile(
+            r"""(\b(?:password|passwd|passphrase|secret|token|bearer)\s+(?:is\s+)?["']?)(?=[^\s"']{0,64}?\d)"""
+            r"""(?=[^\s"']{0,64}?[a-z])(?![a-z]\w*://)[^\s"',;=]{6,}={0,2}(?![^\s"',;])""",
+            re.IGNORECASE,
+        ),
+    ),
+    (
+        ("-u", "user"),
+        re.compile(r"""((?<!\S)(?:-u|--user|--proxy-user)[\s=]+["']?[^\s"':]{1,256}:)(?!\d+(?!\S))[^\s"']+"""),
+    ),
+    (("sig=",), re.compile(r"((?<![\w%])sig=)[\w%+/-]{20,}")),
+    # Keys of a length that no other word has beside these names: W&B's are 40 digits of base 16.
+    (
+        ("bearer", "key="),
+        re.compile(r"""((?<![\w.-])(?:bearer\s+|key=["']))[\w~+/-]{32,}=*(?:\.[\w~+/-]+=*)*""", re.IGNORECASE),
+    ),
+)
+"""Patterns of a name and a secret beside it. Each is tried only in a text that has one of the words before it, in small
+letters: that is looked for much faster.
+"""
 _TOKENS = re.compile(
-    r"(?<![\w.-])(?:hf_|gh[a-z]_|github_pat_|glpat-|xox[a-z]-|sk-(?:ant|proj)-|AIza)[\w-]{16,}"
+    r"(?<![\w.-])(?:hf_|gh[a-z]_|github_pat_|glpat-|xox[a-z]-|sk-(?:ant|proj)-|AIza|npm_|pypi-"
+    r"|dckr_pat_|nvapi-)[\w-]{16,}"
+    r"|(?<![\w.-])sk-[A-Za-z0-9]{32,}"
     r"|(?<![\w.-])eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]*"
     r"|(?<=://hooks\.slack\.com/)[\w/-]{16,}"
 )
@@ -68,8 +109,10 @@ def redact(text: str) -> str:
         text = text.replace(spelling, "…")
     text = _URL_REST.sub(lambda rest: _without_user_info(rest[0]), text)
     text = _without_private_keys(text)
-    for pattern in _NAMED_SECRETS:
-        text = pattern.sub(r"\1…", text)
+    lowered = text.lower()
+    for words, pattern in _NAMED_SECRETS:
+        if any(word in lowered for word in words):
+            text = pattern.sub(r"\1…", text)
     return _TOKENS.sub("…", text)
 
 
