@@ -7,7 +7,7 @@ import json
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar, cast
 
 from annotated_types import Interval
 
@@ -44,6 +44,8 @@ from raytrain.errors import UsageError, did_you_mean, flag, format_count
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+T = TypeVar("T")
 
 _MAX_SEED = 2**63 - 1  # of torch's generators
 _OTHER_METRICS = f"name one of these, or {', '.join(NAMED_METRICS)}"
@@ -98,6 +100,23 @@ SECTIONS = {
 """The sections by name, in the order of the help: first those that most people use."""
 
 
+def _says_how_to_change(options: type[T]) -> type[T]:
+    """Make ``options``, a frozen dataclass, raise UsageError where Python would raise FrozenInstanceError."""
+
+    def refuse(config: object, name: str, *value: object) -> NoReturn:
+        if name not in hints_of(TrainConfig):
+            raise UsageError(f"TrainConfig has no option {name}{similar_options(name)}.")
+        raise UsageError(
+            f"{name} of a TrainConfig that exists cannot be changed; make another one, "
+            f"config = dataclasses.replace(config, {name}=…)."
+        )
+
+    for method in ("__setattr__", "__delattr__"):
+        setattr(options, method, refuse)
+    return options
+
+
+@_says_how_to_change
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(
     CheckpointOptions,
@@ -356,6 +375,7 @@ def marks_of(annotation: Any) -> tuple[Any, ...]:
     return getattr(annotation, "__metadata__", ())
 
 
+@_says_how_to_change
 @dataclass(frozen=True, kw_only=True)
 class ResolvedConfig(TrainConfig):
     """The options of a run as it trains, with everything decided. ``config.json`` of a run holds these.

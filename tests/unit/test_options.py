@@ -49,6 +49,17 @@ def test_an_option_that_does_not_exist_is_refused_with_the_one_that_was_meant(na
     assert pickle.loads(pickle.dumps(same)) == copy.deepcopy(same) == same
 
 
+def test_an_option_that_is_changed_is_refused_with_how_to_make_other_options() -> None:
+    for options in (config(epochs=3), resolved(1, epochs=3)):
+        with pytest.raises(UsageError, match=r"^epochs of .* config = dataclasses\.replace\(config, epochs=…\)\.$"):
+            options.epochs = 5  # pyright: ignore[reportAttributeAccessIssue]
+        with pytest.raises(UsageError, match=r"no option lr \(did you mean learning_rate\?\)"):
+            options.lr = 1  # pyright: ignore[reportAttributeAccessIssue]
+        with pytest.raises(UsageError, match="cannot be changed"):
+            del options.epochs  # pyright: ignore[reportAttributeAccessIssue]
+        assert options.epochs == 3
+
+
 @pytest.mark.parametrize(("batch_size", "total"), [(128, 128), ("128/worker", 384)])
 def test_a_batch_size_is_for_all_workers_or_for_each(batch_size: int | str, total: int) -> None:
     assert resolved(3, batch_size=batch_size).batch_size == total
