@@ -91,6 +91,7 @@ def choose_options(config: TrainConfig, data: Dataset, *, needs_weights: bool = 
     Raises UsageError if there is no such network. If the caller ``needs_weights``, raises StorageError if weights that
     were chosen here cannot be downloaded.
     """
+    config = close_replaced(config)
     # A cluster may have GPUs that are not known yet, so a run on one is taken as one on GPUs.
     on_cluster = config.address is not None or "RAY_ADDRESS" in os.environ
     on_cpu = config.device == "cpu" or (config.device == "auto" and not on_cluster and not gpus())
@@ -413,6 +414,15 @@ def _size_for(images: Images) -> Size:
 def _epochs(images: Images, *, num_seen: int, fewest: int, most: int) -> int:
     """Return the number of epochs in which about ``num_seen`` images are seen, from ``fewest`` to ``most``."""
     return min(most, max(fewest, round(num_seen / max(1, images.number))))
+
+
+def close_replaced(config: TrainConfig) -> TrainConfig:
+    """Return ``config`` with only those options open that nobody has given, and that no code has replaced.
+
+    Example: ``"epochs" not in close_replaced(dataclasses.replace(auto(), epochs=3)).open_options``
+    """
+    left_open = tuple(name for name in config.open_options if _is_open(config, name))
+    return dataclasses.replace(config, open_options=left_open)
 
 
 def _is_open(config: TrainConfig, name: str) -> bool:

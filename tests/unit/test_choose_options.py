@@ -18,6 +18,7 @@ from raytrain.launch.choose_options import (
     Network,
     choose_network,
     choose_training,
+    close_replaced,
     flag_with_value,
     lines_of_choice,
     with_chosen,
@@ -31,10 +32,10 @@ LITE: dict[str, Any] = {"model": "timm:tf_efficientnet_lite0", "weights": "lite.
 
 
 def chosen(
-    images: Images, network: Network = CONVNET, *, on_cpu: bool = True, **given: Any
+    images: Images, network: Network = CONVNET, *, on_cpu: bool = True, replaced: bool = False, **given: Any
 ) -> tuple[TrainConfig, list[str]]:
     """Return the options that are chosen for such images, and the lines that say so."""
-    config = auto(**given)
+    config = close_replaced(dataclasses.replace(auto(), **given) if replaced else auto(**given))
     of_network = choose_network(config, images)
     config = with_chosen(config, of_network)
     others = choose_training(config, images, network, on_cpu=on_cpu)
@@ -107,6 +108,9 @@ def test_what_is_given_stays_also_if_it_is_the_default() -> None:
 def test_what_code_has_replaced_stays() -> None:
     config = with_chosen(dataclasses.replace(auto(), learning_rate=0.3), {"learning_rate": 0.1, "epochs": 3})
     assert (config.learning_rate, config.epochs) == (0.3, 3)
+    small, lines = chosen(PHOTOGRAPHS._replace(side=32), replaced=True, model="resnet50", epochs=7)
+    assert (small.model, small.epochs) == ("resnet50", 7)
+    assert not re.search("--(model|epochs) ", "\n".join(lines[1:])) and "the given --epochs" in "\n".join(lines)
 
 
 def test_each_line_has_flags_and_a_reason() -> None:
