@@ -23,6 +23,7 @@ from torch.profiler import record_function
 
 from raytrain.config import TrainConfig
 from raytrain.config.named_functions import load_optional
+from raytrain.config.option_calls import takes_config
 from raytrain.config.option_values import Location
 from raytrain.errors import UsageError, format_count
 from raytrain.launch.option_checks import check_options
@@ -71,6 +72,7 @@ def _mean_phases(workers: Sequence[dict[str, float]]) -> dict[str, float]:
     return {name: mean(worker[name] for worker in workers) for name in PHASES}
 
 
+@takes_config
 def profile(
     config: TrainConfig, *, output: Location = "profile", loop: Callable[[Run], None] | None = None
 ) -> ProfileResult:

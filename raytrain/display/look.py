@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from raytrain.config.option_calls import takes_config
 from raytrain.data.labels.listing import counted
 from raytrain.diagnostics.look import LookResult, look_at
 from raytrain.diagnostics.suspicious_labels import LABEL_FILE_SUFFIXES
@@ -37,6 +38,7 @@ _WIDTH, _HEADING, _ROW = 11.0, 0.5, 1.55  # inches: the figure's width, and the 
 _MAX_LETTERS = 24  # in a line of a label
 
 
+@takes_config
 def look(config: TrainConfig, *, limit_s: float = 30.0, write_labels: Location | None = None) -> LookResult:
     """Look at the images that a run with these options would be trained and evaluated on. Trains nothing.
 

@@ -9,6 +9,7 @@ import numpy as np
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from raytrain.config.option_calls import takes_config
 from raytrain.display.braille_plot import Plot, Series
 from raytrain.display.console import format_duration, key_value_table
 from raytrain.display.curves import BLUE, GREY, ORANGE, plain_axes, titled_figure
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 _HEIGHT = 10  # lines of the plot
 
 
+@takes_config
 def find_rate(
     config: TrainConfig,
     *,

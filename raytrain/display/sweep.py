@@ -13,6 +13,7 @@ from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from raytrain.config.named_functions import names_own_function
+from raytrain.config.option_calls import takes_config
 from raytrain.display.console import UNKNOWN, format_dollars, format_optional
 from raytrain.display.curves import GREY, ORANGE, plain_axes, titled_figure, whole_ticks
 from raytrain.display.event_text import stop_text
@@ -53,6 +54,7 @@ _FEW_VALUES = 5  # up to this many values, each one is labelled
 _DECADES = 1.5  # values that span more powers of ten have a logarithmic axis
 
 
+@takes_config
 def sweep(
     config: TrainConfig,
     *,

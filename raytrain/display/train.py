@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from raytrain.config.option_calls import takes_config
 from raytrain.display.notebook import NotebookView, is_notebook
 from raytrain.display.terminal import default_view
 from raytrain.launch.option_checks import check_options
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from raytrain.training.run import Run
 
 
+@takes_config
 def train(
     config: TrainConfig,
     *,
@@ -57,6 +59,7 @@ def train(
         return launch_run(config, loop=loop, view=shown, signals=signals, trackers=trackers, started_at=started_at)
 
 
+@takes_config
 def start(
     config: TrainConfig,
     *,

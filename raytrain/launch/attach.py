@@ -34,6 +34,7 @@ import torch
 import torch.distributed as dist
 
 from raytrain.config import ResolvedConfig, TrainConfig
+from raytrain.config.option_calls import takes_config
 from raytrain.config.option_marks import Mark
 from raytrain.config.options import options_with
 from raytrain.config.user_code import describe, trace_of
@@ -69,6 +70,7 @@ _MAY_END_TOPIC = "{} may end"
 """Topic of the message to a worker that process 0 has written how the run ended, and sent the files of its loop."""
 
 
+@takes_config
 def attach(
     config: TrainConfig, *, view: View | None = None, trackers: Trackers = ()
 ) -> AbstractContextManager[Run, bool | None]:
@@ -109,7 +111,7 @@ def attach(
     """
     # The block is a part of the caller's code. Make a function of that code, so that its text can be checked as that of
     # any loop. The function is never called.
-    frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+    frame = sys._getframe(2)  # above that of `takes_config`  # pyright: ignore[reportPrivateUsage]
     closure = tuple(CellType(frame.f_locals.get(name)) for name in frame.f_code.co_freevars)
     loop = cast(Callable[[Run], None], FunctionType(frame.f_code, frame.f_globals, closure=closure))
     request = TrainRequest(loop=loop, view=view, command="attach")
