@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from raytrain.config import TrainConfig
 from raytrain.config.option_marks import Mark
@@ -71,6 +71,11 @@ def read_runs(runs: Sequence[str], storage: str) -> list[RunRecord]:
 
     Raises UsageError as :func:`compare` does.
     """
+    if not isinstance(runs, Sequence):  # pyright: ignore[reportUnnecessaryIsInstance]  # a user's call
+        kind = type(cast(object, runs)).__name__
+        raise UsageError(
+            f'The runs to compare are of type {kind}; give their names, as in raytrain.compare(["first", result.name]).'
+        )
     asked_for = dict.fromkeys(name for run in runs for name in names_of(storage, run))
     names = [name for name in asked_for if run_store(storage, name).exists(CONFIG)]
     if len(names) < 2:

@@ -12,7 +12,7 @@ import dataclasses
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from raytrain.config import TrainConfig
 from raytrain.config.named_functions import load_optional
@@ -68,7 +68,7 @@ def sweep(
     open_trackers(config.track)  # raises UsageError if no trial could open them
     if loop is not None:
         check_loop(loop)
-    words = [vary] if isinstance(vary, str) else [*vary]
+    words = _words_of_vary(vary)
     words += [] if folds is None else [_vary_folds(folds)]
     planned = plan_sweep(config, words, trials, sampler=sampler, pruner=pruner, trust=trust)
     _check_pruner(planned, pruner, early_stopping=early_stopping)
@@ -122,6 +122,17 @@ def sweep(
         )
         with signals or StopSignals() as signals, session:
             return session.watch(signals, view)
+
+
+def _words_of_vary(vary: str | Sequence[str]) -> list[str]:
+    """Return ``vary`` as a list of texts; raise UsageError if it is something else, such as a dictionary."""
+    words = [vary] if isinstance(vary, str) else vary
+    if not isinstance(words, Sequence) or not all(isinstance(word, str) for word in words):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise UsageError(
+            f'vary is of type {type(cast(object, vary)).__name__}; give texts, as in vary=["learning-rate=0.1,0.01", '
+            '"epochs=5,10"].'
+        )
+    return list(words)
 
 
 def _vary_folds(folds: int) -> str:

@@ -110,6 +110,8 @@ def test_fewer_than_two_runs_are_refused(storage: str) -> None:
         raytrain.compare(["first"], storage=storage)
     with pytest.raises(UsageError, match=r"no run 'frist' .*did you mean first"):
         raytrain.compare(["first", "frist"], storage=storage)
+    with pytest.raises(UsageError, match=r"of type ComparedRun; give their names, as in raytrain\.compare"):
+        raytrain.compare(raytrain.compare(["first", "second"], storage=storage)[0], storage=storage)  # pyright: ignore[reportArgumentType]
 
 
 def test_a_sweep_is_named_alone(storage: str) -> None:

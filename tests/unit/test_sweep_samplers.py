@@ -306,6 +306,9 @@ def test_a_log_that_does_not_fit_the_trials_is_begun_anew(
         ({"pruner": "median", "vary": "seed=1,2"}, "--pruner median stops trials early, and --no-early-stopping does"),
         ({"sampler": "tpe", "trials": 2, "vary": "epochs=0..2"}, "--epochs is 0; it must be at least 1"),
         ({"vary": "seed=1,2", "workers": 65}, "--workers is 65, and this machine has 1 CPU; ask for at most 4"),
+        ({"vary": {"seed": [[1, 2]]}}, 'vary is of type dict; give texts, as in vary=["learning-rate=0.1,0.01"'),
+        ({"vary": ["seed=1,2", 3]}, "vary is of type list; give texts"),
+        ({"vary": None}, "vary is of type NoneType; give texts"),
         ({"vary": "seed=1,2", "track": ("tensorbord",)}, "There is no tracker 'tensorbord'"),
         (
             {"vary": "best=loss,accuracy", "best": "auroc"},
