@@ -253,6 +253,17 @@ class RunHandle:
         self._thread = Thread(target=self._train, args=(config, loop), name="raytrain", daemon=True)
         self._thread.start()
 
+    def __repr__(self) -> str:
+        """Return how far the run is, because a notebook shows this text below a cell."""
+        if self.done and self._result.exception() is not None:
+            state = str(self._result.exception())
+        elif self.snapshot is None:
+            state = "starting"
+        else:
+            run = self.snapshot
+            state = f"{run.name!r}, {run.status}, step {run.step}/{run.num_steps}"
+        return f"{type(self).__name__}({state})"
+
     @property
     def done(self) -> bool:
         """True if the run has ended, also by an error."""

@@ -13,6 +13,8 @@ from raytrain.display import rate as display_rate
 from raytrain.display import sweep as display_sweep
 from raytrain.display import train as display_train
 from raytrain.experiments.sweep_result import SweepResult
+from raytrain.launch import train as launch_train
+from tests.helpers.snapshots import snapshot
 
 
 @pytest.fixture
@@ -41,3 +43,22 @@ def test_it_is_shown_in_the_main_thread_unless_there_is_another_view(train: Any,
     thread.join()
     assert callable(views[0])
     assert views[1:] == [shown.append, None]
+
+
+def test_the_handle_of_a_run_says_how_far_the_run_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown, over = threading.Event(), threading.Event()
+
+    def launch(config: raytrain.TrainConfig, view: Any, **others: Any) -> None:
+        view(snapshot(step=30, status="running"))
+        shown.set()
+        over.wait()
+        raise raytrain.TrainingFailed("Run 'first' failed: its worker was killed.")
+
+    monkeypatch.setattr(launch_train, "train", launch)  # a run would take seconds
+    handle = raytrain.start(raytrain.recipes.custom(data="images", name="first"))
+    shown.wait()
+    assert repr(handle) == "RunHandle('first', running, step 30/1000)"
+    over.set()
+    with pytest.raises(raytrain.TrainingFailed):
+        handle.result()
+    assert repr(handle) == "RunHandle(Run 'first' failed: its worker was killed.)"
