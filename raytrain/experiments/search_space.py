@@ -74,11 +74,13 @@ def parse(words: Sequence[str]) -> Space:
         if name in space:
             raise UsageError(f"--vary names {flag} twice; give all of its values at once, with commas.")
         if name not in kinds:
-            sweepable = [option_name(option) for option in kinds]
-            problem = f"there is no option {flag!r}{option_name(similar_options(name))}"
+            hint = option_name(similar_options(name))
+            problem = f"there is no option {flag!r}{hint}"
             if name in (field.name for field in dataclasses.fields(TrainConfig)):
-                problem = f"{flag} is the same for all trials of a sweep"
-            raise UsageError(f"--vary: {problem}; those that may vary are {', '.join(sweepable)}.")
+                hint, problem = "", f"{flag} is the same for all trials of a sweep"
+            # Some 40 options may vary; if one of them was probably meant, it stands alone.
+            sweepable = "" if hint else f"; those that may vary are {', '.join(map(option_name, kinds))}"
+            raise UsageError(f"--vary: {problem}{sweepable}.")
         if not text:
             raise UsageError(
                 f"--vary {flag} has no values; write {flag}=VALUE,VALUE or, for numbers, {flag}=LOW..HIGH or "

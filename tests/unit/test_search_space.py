@@ -103,7 +103,8 @@ def test_a_logarithmic_range_covers_all_decades_evenly() -> None:
     ("word", "sentence"),
     [
         ("lerning-rate=1", "no option 'lerning-rate' (did you mean learning-rate"),
-        ("lr=0.1,1", "no option 'lr' (did you mean learning-rate?)"),
+        ("lr=0.1,1", "no option 'lr' (did you mean learning-rate?)."),
+        ("dropout=0.1", "no option 'dropout'; those that may vary are "),
         ("data=a,b", "data is the same for all trials"),
         ("labels=a.csv,b.csv", "labels is the same for all trials"),
         ("backend=ray,local", "backend is the same for all trials"),
