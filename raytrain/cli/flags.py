@@ -155,4 +155,13 @@ def _flags_of(command: Callable[..., Any]) -> _CommandFlags:
 def hints_of_command(command: Callable[..., Any]) -> dict[str, Any]:
     """Return the annotations of a command's parameters, by name."""
     hints = get_type_hints(command, include_extras=True)
-    return {name: hint for name, hint in hints.items() if name != "return"}
+    return {name: _without_added_none(hint) for name, hint in hints.items() if name != "return"}
+
+
+def _without_added_none(hint: Any) -> Any:
+    """Return the annotation of a parameter without the None that Python 3.10 adds to it if None is its default.
+
+    It would hide the text and the marks in ``Annotated[int | None, …]`` from the parser.
+    """
+    annotated = [kind for kind in get_args(hint) if marks_of(kind)]
+    return annotated[0] if get_args(hint) == (*annotated, type(None)) else hint

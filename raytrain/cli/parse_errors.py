@@ -94,8 +94,7 @@ def _name(argument: ArgumentDefinition) -> str:
 
 def _form(argument: ArgumentDefinition) -> str:
     """Return the form of an argument's values, as the help shows it: ``INT INT``."""
-    form = re.sub("[{}]", "", argument.lowered.metavar or "")
-    return re.sub(rf"^({NONE}\|)+", "", form)  # Python 3.10 adds None to the type of a parameter whose default it is
+    return re.sub("[{}]", "", argument.lowered.metavar or "").removeprefix(f"{NONE}|")
 
 
 def _sentence_on_unknown(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import re
 import shlex
 from importlib.metadata import version
 from pathlib import Path
@@ -321,3 +322,14 @@ def test_a_word_that_is_none_of_an_option_is_named_once(words: str, sentence: st
     with pytest.raises(UsageError) as error:
         parse(["train", "custom", "--bs", "8", *words.split()], COMMANDS)
     assert str(error.value).startswith(sentence)
+
+
+def test_an_option_that_python_3_10_makes_optional_twice_keeps_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+    def logs(worker: Annotated[int | None, arg(help="Show this one.")] | None = None) -> None:
+        """Show the logs."""
+
+    with pytest.raises(SystemExit):
+        parse(["logs", "--help"], {"logs": logs})
+    assert re.search(r"--worker INT +Show this one\.", capsys.readouterr().out)
+    with pytest.raises(UsageError, match=r"^--worker is 'x'; it must be a whole number\.$"):
+        parse(["logs", "--worker", "x"], {"logs": logs})
