@@ -12,6 +12,7 @@ from raytrain.config.named_functions import load_function
 from raytrain.config.network import timm_name
 from raytrain.inference.classifier import Classifier
 from raytrain.recipes import auto
+from raytrain.runs.metric_row import MetricRow, own_metrics
 from raytrain.runs.outcome import train_command
 from raytrain.runs.provenance import Provenance
 from raytrain.runs.redact import one_line
@@ -80,11 +81,12 @@ def model_card(
     checkpoint: Checkpoint,
     lines: str,
     provenance: Provenance | None = None,
+    evaluation: MetricRow | None = None,
 ) -> str:
     """Return the model card of ``file`` in Markdown; the file has the evaluated weights of a ``checkpoint`` of ``run``.
 
     ``lines`` of Python, such as those of :func:`example`, classify an image with the network. ``provenance`` is that of
-    the attempt that wrote the checkpoint, None if it is not known.
+    the attempt that wrote the checkpoint, and ``evaluation`` the row of the history at its step; None if unknown.
     """
     identity, progress = checkpoint.identity, checkpoint.progress
 
@@ -95,6 +97,12 @@ def model_card(
         progress.validation_loss,
     ):
         result = f"accuracy {progress.validation_accuracy:.2%}, loss {progress.validation_loss:.4g}"
+        others = own_metrics(None, evaluation)  # those of --metrics among them
+        result += "".join(
+            f", {one_line(name.removeprefix('validation '))} {value:.4g}"
+            for name, value in others.items()
+            if value is not None
+        )
 
     # From the file of an image to the input of the network, in words.
     height, width = config.full_image_size

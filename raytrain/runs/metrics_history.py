@@ -208,6 +208,15 @@ def read_metrics(store: Store, report: Report = ignore) -> list[MetricRow]:
     return _parse_undamaged(lines.rows, METRICS, MetricRow.from_json, report)
 
 
+def read_evaluation(store: Store, step: int) -> MetricRow | None:
+    """Return the last row of an evaluation after ``step`` steps of a stored run; None if there is none.
+
+    Example: ``read_evaluation(run_store("./runs", "first"), 300).metrics["top5"]``
+    """
+    rows = [row for row in read_metrics(store) if row.kind == "evaluation" and row.step == step]
+    return rows[-1] if rows else None
+
+
 def read_skipped(store: Store, report: Report = ignore) -> list[SkippedImage]:
     """Return the images that a run skipped; ``report`` gets a sentence about damaged lines.
 

@@ -25,7 +25,7 @@ from raytrain.errors import RaytrainError, UsageError
 from raytrain.inference.model_card import network_lines
 from raytrain.recipes import cifar10, custom, digits
 from raytrain.runs.checkpoint_files import Identity
-from raytrain.runs.documents import CLASSES, run_store, write_config
+from raytrain.runs.documents import CLASSES, METRICS, encode_lines, run_store, write_config
 from raytrain.runs.outcome import Progress
 from raytrain.runs.provenance import Provenance, record_provenance
 from raytrain.storage.open import open_store
@@ -127,6 +127,11 @@ def test_a_network_trained_on_random_crops_takes_whole_images(suffix: str, tmp_p
 def test_exported_weights_are_those_of_the_run_with_a_card_beside_them(tmp_path: Path) -> None:
     classes = ("cat\x1b[2J", "dog\n```", "Füchse")
     make_run(str(tmp_path), small(), classes)
+    rows = [
+        {"kind": "evaluation", "step": step, "epoch": 1, "accuracy": 0.75, "top5": top5, "my_error": None}
+        for step, top5 in ((1, 0.875), (2, 0.5))
+    ]
+    run_store(str(tmp_path), "run").put(METRICS, encode_lines(rows))
     file = tmp_path / "model.safetensors"
     result = raytrain.export("run", str(file), storage=str(tmp_path))
     classifier = raytrain.load("run", storage=str(tmp_path))
@@ -140,7 +145,10 @@ def test_exported_weights_are_those_of_the_run_with_a_card_beside_them(tmp_path:
     ) and result.largest_difference < 1e-6
     card = (tmp_path / "model.card.md").read_text()
     told = ["# run\n", "`raytrain.models:digits`, 3 outputs, 1 input", "20×12", "minus 0.2, divided by 0.3", "Füchse"]
-    assert all(text in card for text in [*told, "accuracy 75.00%, loss 0.5", "digest-of-data", "raytrain train digits"])
+    assert all(
+        text in card
+        for text in [*told, "accuracy 75.00%, loss 0.5, top5 0.875 |", "digest-of-data", "raytrain train digits"]
+    )
     start = "train auto --data IMAGES --model raytrain.models:digits --weights model.safetensors --channels 1`"
     assert f"{start} starts a run" in card
     assert "\x1b" not in card and card.count("\n```\n") == 3
