@@ -7,8 +7,8 @@ import inspect
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
+from raytrain.config.option_values import hints_of
 from raytrain.config.options import TrainConfig, similar_options
-from raytrain.config.values import hints_of
 from raytrain.errors import UsageError, did_you_mean
 
 P = ParamSpec("P")
