@@ -34,25 +34,16 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.weak import WeakIdKeyDictionary
 
 from raytrain.training.batches.batch import Batch
+from raytrain.training.loop_checks.torch_functions import (
+    ELEMENTWISE,
+    LAYERS,
+    NOT_REPEATED,
+    READ_BY_PYTHON,
+    TAKE_WEIGHTS,
+)
 
 _log = logging.getLogger(__name__)
 _NUM_VARIANTS = 3
-_NOT_CALLED = {  # functions that have an effect beyond their result, or whose result does not depend on the images
-    *("backward", "grad", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "requires_grad_"),
-    *("__set__", "__reduce_ex__", "__deepcopy__", "__repr__", "__format__", "numpy", "__array__", "__dlpack__"),
-    *("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "__len__", "size", "dim", "share_memory_"),
-    *("zeros_like", "ones_like", "empty_like", "new_zeros", "new_ones", "new_empty"),
-}
-_READ_BY_PYTHON = {"item", "tolist", "numpy", "__array__", "__bool__", "__float__", "__int__", "__index__"}
-_ELEMENTWISE = {"add", "add_", "__add__", "__iadd__", "mul", "mul_", "__mul__"}
-_LAYERS = {  # with images in the first dimension, they compute each row alone
-    *("conv2d", "batch_norm", "linear", "relu", "relu_", "silu", "gelu", "hardswish", "hardsigmoid", "sigmoid", "tanh"),
-    *("leaky_relu", "relu6", "hardtanh", "elu", "mish", "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d"),
-}
-TAKE_WEIGHTS = {  # functions of images and weights
-    *("linear", "bilinear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
-    *("batch_norm", "layer_norm", "group_norm", "instance_norm", "rms_norm", "prelu"),
-}
 _ROUNDING = {torch.float64: 1e-10, torch.float32: 3e-5}  # in a loss, relative to it
 _COARSE_ROUNDING = 1e-2  # if a part of the step is computed in float16 or bfloat16
 
@@ -145,7 +136,7 @@ class SwappedImages:
         with _without_errors(name):
             self._tells_images_apart |= bool(self._variants) and self._may_tell_places(name, kwargs, tensors)
         is_transformed = torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore
-        if not sources or is_transformed or name in _NOT_CALLED:  # tensors of torch.func must not outlive it
+        if not sources or is_transformed or name in NOT_REPEATED:  # tensors of torch.func must not outlive it
             return func(*args, **kwargs)
         if is_collective(func):
             for source in sources:  # all workers have the same now
@@ -253,7 +244,7 @@ class SwappedImages:
         """
         if kwargs.get("generator") is not None:
             return True
-        if name in _READ_BY_PYTHON:
+        if name in READ_BY_PYTHON:
             return any(tensor in self._variants and not self._is_same_if_exchanged(tensor) for tensor in tensors)
         if name in TAKE_WEIGHTS:
             return False
@@ -275,7 +266,7 @@ class SwappedImages:
         if not args or any(self._variants[source] is not None for source in sources):
             return False
         images = sources[0]
-        if name in _ELEMENTWISE:
+        if name in ELEMENTWISE:
             others = [leaf for leaf in args if isinstance(leaf, Tensor) and leaf not in self._variants]
             are_same_for_rows = all(other.ndim < images.ndim or other.shape[:1] == (1,) for other in others)
             return are_same_for_rows and all(source.shape == images.shape for source in sources)
@@ -287,7 +278,7 @@ class SwappedImages:
             return kwargs.get("training") is False
         if name == "layer_norm":
             return len(kwargs.get("normalized_shape", args[1:2] and args[1])) < images.ndim
-        return name in _LAYERS and (images.ndim == 4 or (images.ndim > 1 and "2d" not in name))
+        return name in LAYERS and (images.ndim == 4 or (images.ndim > 1 and "2d" not in name))
 
     def _keep_one(self, tensor: Tensor, variants: list[Any] | None) -> None:
         """Keep the ``variants`` of a ``tensor`` that is no weight, if they are like it; None means its own rows."""

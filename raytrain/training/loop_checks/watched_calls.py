@@ -31,7 +31,6 @@ note: they only lead to others.
 from __future__ import annotations
 
 import logging
-import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
@@ -48,7 +47,23 @@ from raytrain.training.batches.batch import Batch
 from raytrain.training.exact import gather
 from raytrain.training.exact.gradients import HOOK_NOTE
 from raytrain.training.loop_checks.loop_numbers import LoopNumbers
-from raytrain.training.loop_checks.swapped_images import TAKE_WEIGHTS, SwappedImages, is_collective
+from raytrain.training.loop_checks.swapped_images import SwappedImages, is_collective
+from raytrain.training.loop_checks.torch_functions import (
+    ADDITIONS,
+    BENDS,
+    COMPARISONS,
+    DIVISIONS,
+    JOINS,
+    LIKE_ANOTHER,
+    LINEAR,
+    LOSSES,
+    MULTIPLICATIONS,
+    NEW_TENSORS,
+    PUT_BACK,
+    SCALE_FREE,
+    STATISTICS,
+    TAKE_WEIGHTS,
+)
 
 _log = logging.getLogger(__name__)
 NOTES = {
@@ -96,56 +111,7 @@ NOTES = {
     "hook": HOOK_NOTE,
 }
 _MAX_NUMBERS_PER_IMAGE = 16  # in a vector of random numbers, which otherwise may be for weights
-_STATISTICS = {"mean", "sum", "nanmean", "nansum"}
-_BENDS = {  # functions that are linear in parts, so that a value need not show where they bend
-    *(
-        "abs",
-        "clamp",
-        "clamp_",
-        "clamp_min",
-        "clamp_max",
-        "clip",
-        "relu",
-        "relu_",
-        "leaky_relu",
-        "hardtanh",
-        "threshold",
-    ),
-    *("maximum", "minimum", "fmax", "fmin", "max", "min", "amax", "amin", "median", "quantile", "where", "sign"),
-    *("sort", "argsort", "topk", "argmax", "argmin", "l1_loss", "smooth_l1_loss", "huber_loss", "margin_ranking_loss"),
-    *("lt", "le", "gt", "ge", "__lt__", "__le__", "__gt__", "__ge__"),
-}
-_ADDITIONS = {  # of several tensors
-    *("add", "sub", "__add__", "__radd__", "__sub__", "__rsub__", "add_", "sub_", "__iadd__", "__isub__"),
-    *("cat", "concat", "concatenate", "stack", "vstack"),
-}
-_PUT_BACK = {
-    "index_add",
-    "index_add_",
-    "index_copy",
-    "index_copy_",
-    "index_put",
-    "index_put_",
-    "scatter",
-    "scatter_add",
-}
-_LINEAR = {
-    *("mean", "sum", "add", "sub", "neg", "__add__", "__radd__", "__sub__", "__rsub__", "__neg__", "stack", "cat"),
-    *("mul", "__mul__", "__rmul__", "div", "__truediv__", "detach", "clone", "to", "float", "double", "__getitem__"),
-    *("squeeze", "unsqueeze", "reshape", "view", "flatten", "lerp", "item", "__float__", "tolist", "backward", "size"),
-    *("add_", "sub_", "mul_", "div_", "__iadd__", "__isub__", "__imul__", "__itruediv__", "multiply", "subtract"),
-    *("half", "bfloat16", "type", "cpu", "cuda", "contiguous", "requires_grad_", "nansum", "nanmean", "expand"),
-    *("matmul", "__matmul__", "__rmatmul__", "dot", "mv", "mm", "inner", "einsum", "tensordot", "unbind", "grad"),
-}
-_LOSSES = re.compile(r".*_loss|cross_entropy|kl_div|binary_cross_entropy.*")  # torch's, a mean unless told otherwise
-_JOINS = {"cat", "concat", "concatenate", "stack", "vstack"}
-_DIVISIONS = {"div", "__truediv__", "true_divide", "divide", "div_", "__itruediv__", "true_divide_", "divide_"}
-_MULTIPLICATIONS = {"mul", "__mul__", "__rmul__", "multiply", "mul_", "__imul__", "multiply_"}
-_SCALE_FREE = {"sign", "sign_", "sgn", "normalize", "cosine_similarity", "layer_norm", "instance_norm", "group_norm"}
 _GRAD = cast(Any, Tensor).grad.__get__  # what reads a tensor's gradient
-_COMPARED = {"lt", "le", "gt", "ge", "eq", "ne", "__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__"}
-_NOT_FOLLOWED = {"zeros_like", "ones_like", "empty_like", "new_zeros", "new_ones", "new_empty"}
-_LIKE_ANOTHER = {"to", "type_as", "expand_as", "view_as", "reshape_as"}  # the other tensor gives only type or shape
 
 
 class _Call(NamedTuple):
@@ -269,7 +235,7 @@ class WatchedCalls(TorchFunctionMode):
         leaves = tree_leaves((args, kwargs))  # once for numbers and marks, because it takes longest
         self.numbers.follow(name, args, leaves, result, sys._getframe(1))
         # The result depends on the batch if an argument does, unless that gives only its type or shape.
-        inputs = tree_leaves(args[:1]) if name in _LIKE_ANOTHER else leaves
+        inputs = tree_leaves(args[:1]) if name in LIKE_ANOTHER else leaves
         sources = [leaf for leaf in inputs if isinstance(leaf, Tensor) and leaf in self._marks]
         if is_collective(func):  # its result is the same on all workers
             for source in sources:
@@ -289,7 +255,7 @@ class WatchedCalls(TorchFunctionMode):
         elif name == "__get__" and func == _GRAD:
             if isinstance(result, Tensor) and self._has_mean_loss and self._is_of_images(args[0]):
                 self._marks[result] = {"now", "scaled"}
-        elif sources and self._num_images > 1 and name not in _NOT_FOLLOWED:
+        elif sources and self._num_images > 1 and name not in NEW_TENSORS:
             call = _Call(name, args, kwargs, sources, result, self._num_images)
             if func is F.batch_norm and call.argument(5, "training"):
                 raise UsageError(
@@ -395,7 +361,7 @@ class WatchedCalls(TorchFunctionMode):
                     self._marks[number].add(f"row {row % self._num_images}")
             elif name == "__getitem__" and isinstance(args[1], int):
                 self._marks[result].add(f"row {args[1] % self._num_images}")
-        elif name in _COMPARED and len(sources) == 2 and result.ndim == 0:
+        elif name in COMPARISONS and len(sources) == 2 and result.ndim == 0:
             first, second = (_rows_of(self._marks[source]) for source in sources)
             self._has_compared |= bool(first and second and first != second)
 
@@ -410,7 +376,7 @@ class WatchedCalls(TorchFunctionMode):
 
     def _mark_statistics(self, call: _Call, marks: set[str]) -> None:
         """Add ``statistic`` to the ``marks`` after a sum or a mean over images, ``compares`` after a use not linear."""
-        is_mean = call.name in _STATISTICS or _LOSSES.fullmatch(call.name)
+        is_mean = call.name in STATISTICS or LOSSES.fullmatch(call.name)
         if call.gives_one_number and is_mean and _has_rows(call.sources[0], call.num_images):
             marks.add("statistic")
 
@@ -418,17 +384,17 @@ class WatchedCalls(TorchFunctionMode):
         # images is the mean of the workers' means. Swapped images show whether the loss is linear, but not if it bends
         # elsewhere, such as at a bound that is not reached yet, nor for gradients, which have no variants.
         has_gradients = any("gradient" in self._marks[source] for source in call.sources)
-        is_product = len(call.sources) > 1 and call.name not in _ADDITIONS
-        if has_gradients and (call.name not in _LINEAR or is_product):
+        is_product = len(call.sources) > 1 and call.name not in ADDITIONS
+        if has_gradients and (call.name not in LINEAR or is_product):
             marks.add("compares")
-        if call.name in _BENDS and any(map(self._swapped.mixes, call.sources)):
+        if call.name in BENDS and any(map(self._swapped.mixes, call.sources)):
             marks.add("compares")
 
     def _mark_selections(self, call: _Call, marks: set[str]) -> None:
         """Add ``selected`` to the ``marks`` if the number of the result's rows depends on the images."""
         # A number has no rows, such as one of labels.unique(), and rows that are put back where they were are complete.
         result, first, num_images = call.result, call.sources[0], call.num_images
-        is_put_back = call.name in _PUT_BACK and _has_rows(result, num_images)
+        is_put_back = call.name in PUT_BACK and _has_rows(result, num_images)
         is_of_selection = any(source.ndim and "selected" in self._marks[source] for source in call.sources)
         if isinstance(result, Tensor) and result.ndim and (is_put_back or not is_of_selection):
             marks.discard("selected")
@@ -446,7 +412,7 @@ class WatchedCalls(TorchFunctionMode):
             marks.add("selected")
 
         # So does Python if it joins the numbers of some images alone, as after `sorted(losses, key=float)[-4:]`.
-        are_numbers = call.name in _JOINS and all(_rows_of(self._marks[source]) for source in call.sources)
+        are_numbers = call.name in JOINS and all(_rows_of(self._marks[source]) for source in call.sources)
         if are_numbers and len(_rows_of(marks)) < num_images:
             marks.add("selected")
 
@@ -460,7 +426,7 @@ class WatchedCalls(TorchFunctionMode):
             marks.add("count" if _covers_alike(first) else "sum")
 
         # A mean over selected rows, such as a loss of torch, weights the workers wrongly.
-        is_mean_loss = _LOSSES.fullmatch(call.name) and call.kwargs.get("reduction", "mean") in ("mean", "batchmean")
+        is_mean_loss = LOSSES.fullmatch(call.name) and call.kwargs.get("reduction", "mean") in ("mean", "batchmean")
         if (call.name == "mean" or is_mean_loss) and "selected" in marks:
             marks.add("other mean")
 
@@ -475,9 +441,9 @@ class WatchedCalls(TorchFunctionMode):
         # A quotient of two sums is a mean over something else, which the divisor counts. A sum that is divided by this
         # worker's number of images, or by a tensor, counts as a mean; divided by the global batch size, it is a sum.
         divisor = call.argument(1, "other")
-        if call.name in _MULTIPLICATIONS and isinstance(divisor, float) and divisor:  # as in 1 / len(images) * losses
+        if call.name in MULTIPLICATIONS and isinstance(divisor, float) and divisor:  # as in 1 / len(images) * losses
             divisor = round(1 / divisor, 6)
-        elif call.name not in _DIVISIONS:
+        elif call.name not in DIVISIONS:
             return
         if "sum" in self._marks_of_divisor(call):
             marks.add("other mean")
@@ -495,7 +461,7 @@ class WatchedCalls(TorchFunctionMode):
         is_inverse = call.name in ("__rdiv__", "reciprocal", "rsqrt")
 
         # The scale cancels in a quotient, also in one that is a product with an inverse.
-        if call.name in _SCALE_FREE or (call.name in _MULTIPLICATIONS and marks >= {"scaled", "inverse"}):
+        if call.name in SCALE_FREE or (call.name in MULTIPLICATIONS and marks >= {"scaled", "inverse"}):
             marks -= {"scaled", "inverse"}
         elif "scaled" in marks and (is_inverse or "scaled" in of_divisor):
             marks.discard("scaled")
@@ -505,7 +471,7 @@ class WatchedCalls(TorchFunctionMode):
 
     def _marks_of_divisor(self, call: _Call) -> set[str]:
         """Return the marks of the tensor by which the call divides; none if it divides by a number, or not at all."""
-        divisor = call.argument(1, "other") if call.name in _DIVISIONS else None
+        divisor = call.argument(1, "other") if call.name in DIVISIONS else None
         return self._marks.get(divisor, set()) if isinstance(divisor, Tensor) else set()
 
 
