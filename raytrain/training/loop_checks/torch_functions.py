@@ -51,7 +51,7 @@ NEW_TENSORS = {
     "new_zeros",
     "new_ones",
     "new_empty",
-}  # only of that type or shape
+}  # of another one's type or shape
 READ_BY_PYTHON = {"item", "tolist", "numpy", "__array__", "__bool__", "__float__", "__int__", "__index__"}
 NOT_REPEATED = {  # functions with an effect beyond their result, or whose result does not depend on the images
     *("backward", "grad", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "requires_grad_"),
