@@ -24,7 +24,7 @@ _MAX_CLASSES_SCORED = 30  # up to as many classes have their accuracy in the fig
 
 
 def evaluation_page(result: EvaluationResult, picture: str | None = None) -> RenderableType:
-    """Return the metrics, the classes, the worst first, and the most frequent confusions.
+    """Return tables of the metrics, of the classes (the worst first), and of the most frequent confusions.
 
     ``picture`` is the path of the figure, which is named if it is given.
     """

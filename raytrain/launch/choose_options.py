@@ -311,7 +311,7 @@ def lines_of_choice(config: TrainConfig, images: Images, chosen: Mapping[str, An
 
 
 def _reason(subject: str, config: TrainConfig, images: Images, shown: Collection[str]) -> str:
-    """Return why the options ``shown`` of a subject of CHOICES were chosen. What the user gave is no choice of ours."""
+    """Return why the options ``shown`` of a subject of CHOICES were chosen; options that the user gave have none."""
     match subject:
         case "network":
             if "weights" not in config.open_options:

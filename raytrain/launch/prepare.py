@@ -274,7 +274,7 @@ def _ended_for_good(config: TrainConfig, store: Store) -> tuple[TrainResult, str
     if not store.exists(CONFIG) or newest_checkpoint(store) is None:
         return None
     before, status, summary = read_config(store), read_status(store), read_json(store, SUMMARY)
-    # With another batch size or number of steps, the run is to be of another length.
+    # Whoever gives another batch size or number of steps wants a run of another length.
     if (config.batch_size, config.max_steps) != (before.batch_size, before.max_steps):
         return None
 

@@ -108,7 +108,7 @@ class Progress:
     evaluated_step: int | None = None
     score: float | None = None  # of the last evaluation by --best, the larger the better
     best_score: float | None = None
-    best_value: float | None = None  # the metric of the best score, without a sign
+    best_value: float | None = None  # of the metric of --best; best_score is this, negative if smaller is better
     num_worse: int = 0  # evaluations since the best one, none of which was better
     thresholds: tuple[float, ...] | None = None
     """The probability for each class from which on an image has the class, if an image may have several."""

@@ -202,7 +202,7 @@ class BucketStore(Store):
     def _upload(self, path: str, content: bytes | Path, multipart: bool) -> None:
         """Write or replace an object, whoever has written it; with ``multipart``, several parts are sent at a time.
 
-        If the store has a guard, the owner is checked before each attempt.
+        If the store has a guard, the owner is checked each time that the request is sent.
         """
 
         def request(client: ObjectStore) -> None:

@@ -196,7 +196,7 @@ class TrackerThread:
         self._end_is_known = threading.Event()
         self._busy_since: float | None = clock()  # None while it waits for rows
         self._has_failed = False
-        self._gets_no_rows = False  # once it has raised an exception; one that hangs may go on
+        self._gets_no_rows = False  # True once the tracker has raised an exception; one that hangs may go on
         self._thread = threading.Thread(target=self._feed, daemon=True, name=f"tracker {self.name}")
         self._thread.start()
 

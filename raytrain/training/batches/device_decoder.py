@@ -123,7 +123,7 @@ class DeviceDecoder:
         kinds_on_cpu: dict[int, str] = {}
         for row, file in enumerate(files):
             size = plain_jpeg_size(file)
-            if isinstance(size, str):  # it says which kind of file this is
+            if isinstance(size, str):  # a text in place of a size names the kind of file that a GPU cannot decode
                 kinds_on_cpu[row] = size
             elif math.prod(size) * self._shape.channels > MAX_DEVICE_BYTES:
                 kinds_on_cpu[row] = "JPEG of too many pixels for a GPU"

@@ -50,7 +50,7 @@ class CacheFiller:
         self._thread.start()
 
     def start(self) -> None:
-        """Read the rest by tasks from now on. Further calls do nothing."""
+        """Have tasks read all blocks that are not read yet, from now on. Further calls do nothing."""
         self._started.set()
 
     def close(self) -> None:
