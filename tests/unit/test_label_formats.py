@@ -58,6 +58,14 @@ def test_lists_of_more_columns_between_blanks_and_remarks_before_them(tmp_path: 
     assert read(tmp_path, "a.csv", "#,path,label\n0,a.jpg,1\n") == {"a.jpg": "1"}
 
 
+def test_labels_in_a_list_may_contain_blanks_behind_names_of_images(tmp_path: Path) -> None:
+    rows = {"a b.jpg": "great white shark", "c.jpg": "cat", "d/e.JPEG": "hot dog"}
+    assert read(tmp_path, "list.txt", lines(rows, " ")) == rows
+    several = {"a.jpg": "banded", "b.jpg": "banded dotted"}
+    joined = {"a.jpg": "banded", "b.jpg": f"banded{JOINED}dotted"}
+    assert read(tmp_path, "list.txt", lines(several, "  "), separator=" ") == joined
+
+
 @pytest.mark.parametrize("content", ["cat/1\ndog/2\n", "cat/1.jpg\ndog/2 b.jpg\n", "path\ncat/1.jpg\ndog/2.jpg\n"])
 def test_a_list_of_images_alone_has_classes_by_its_folders(
     content: str, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -50,6 +50,7 @@ _LINES = re.compile(r"[\r\n]+")
 _DELIMITER_LINE = re.compile(r"sep=([,;\t|])[\r\n]+", re.IGNORECASE)
 _QUOTED = re.compile(r'^\s*=?"([^"]*)"\s*$')
 _NO_BLANK = re.compile(r"\S")
+_IMAGE_AND_LABEL = re.compile(rf"(.*(?:{'|'.join(map(re.escape, SUFFIXES))}))\s+(\S.*)", re.IGNORECASE)
 _BETWEEN_WORDS = re.compile(r"[\s,;|]+")
 _CLASS_NAMES = "classes", "class_names", "categories", "names"  # of a list of classes beside a table
 _Record = dict[str, Any]
@@ -185,7 +186,8 @@ def _check_quotes(text: str, delimiter: str) -> None:
 
 
 def _read_spaced(lines: Sequence[str], key_names: Set[str]) -> pa.Table:
-    """Read columns that are separated by blanks. The first one may contain blanks itself, as the path of an image may.
+    """Read columns that are separated by blanks. The path of an image may contain blanks itself, and so may its label
+    if the path ends like an image.
 
     Raises ValueError if a line has fewer columns than the others.
     """
@@ -194,8 +196,14 @@ def _read_spaced(lines: Sequence[str], key_names: Set[str]) -> pa.Table:
     if has_header:
         num_columns = len(names)
     elif len({len(line.split()) for line in lines}) > 1:
-        # Paths that contain blanks give the lines different numbers of words: a line is a path, or a path and a label.
+        # Blanks in paths or labels give the lines different numbers of words: a line is a path, or a path and a label,
+        # which is what comes behind the last word that ends like an image, or else the last word.
         num_columns = 1 if all(map(_is_image, lines)) else 2
+        matches = [_IMAGE_AND_LABEL.fullmatch(line.strip()) for line in lines]
+        if num_columns == 2 and all(matches):
+            rows = [match.groups() for match in matches if match is not None]
+            columns = [pa.array(column, pa.string()) for column in zip(*rows, strict=True)]
+            return pa.Table.from_arrays(columns, ["key", "label"])
     elif len(names) > 1 and any(_is_image(line.rsplit(None, 1)[0]) for line in lines):
         # What comes before the last word of a line ends like an image: it is a path, and the last word is its label.
         num_columns = 2
