@@ -16,6 +16,7 @@ from torch.optim.swa_utils import update_bn
 
 from raytrain.errors import UsageError
 from raytrain.training.exact import batchnorm
+from raytrain.training.exact.gather import gather_rows
 from tests.helpers.gloo_processes import run_in_processes
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
@@ -243,6 +244,7 @@ def run_corners() -> dict[str, Any]:
     found["mixed"] = run_mixed_precision()
     found["placeholder"] = input_gradients()
     found["unequal"] = called_unequally()
+    found["gathered"] = {mode: of_gathered_rows(mode) for mode in MODES}
     found["twice"] = [called_twice(updates) for updates in (False, True)]
     return found
 
@@ -269,6 +271,17 @@ def called_twice(updates_between: bool) -> dict[str, Tensor]:
     return copy.deepcopy(model.state_dict())
 
 
+def of_gathered_rows(mode: Literal["sync", "aggregate"]) -> dict[str, Tensor]:
+    """The state of a layer that gets the gathered rows on each rank; in the second step rank 1 has no image."""
+    model = batchnorm.convert(network(Case(())), mode)
+    images = batch(Case((5,)), 0)[0]
+    for own in ((images[:2], images[2:]), (images, images[:0])):
+        batchnorm.set_num_used(model.modules(), len(own[dist.get_rank()]))
+        model(gather_rows(own[dist.get_rank()].contiguous(), lambda: 1.0))
+        batchnorm.update_running_statistics(model.modules())
+    return copy.deepcopy(model.state_dict())
+
+
 def called_unequally() -> str:
     """The error of layers that are called once on rank 0 and twice on rank 1."""
     model = batchnorm.convert(network(Case(())), "aggregate")
@@ -284,6 +297,15 @@ def test_a_placeholder_counts_as_nothing_in_a_backward_of_the_loops_own(corners:
     (wanted,) = torch.autograd.grad(nn.BatchNorm2d(2).double()(images).pow(3).sum(), images)
     torch.testing.assert_close(corners[0]["placeholder"], wanted)
     assert not corners[1]["placeholder"].any()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_rows_that_each_worker_has_gathered_count_once(corners: list[dict[str, Any]], mode: str) -> None:
+    alone = network(Case(()))
+    for _ in range(2):
+        alone(batch(Case((5,)), 0)[0])
+    for found in corners:
+        torch.testing.assert_close(found["gathered"][mode], alone.state_dict(), rtol=1e-10, atol=0)
 
 
 def test_a_layer_that_gets_no_image_learns_nothing() -> None:

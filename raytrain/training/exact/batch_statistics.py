@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from raytrain.errors import UsageError
+from raytrain.training.exact import gather
 
 
 class NormaliseTogether(torch.autograd.Function):
@@ -68,10 +69,10 @@ class NormaliseTogether(torch.autograd.Function):
         return dx, dweight, dbias, None, None, None, None, None, None  # one for each input of forward
 
 
-def global_statistics(x: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+def global_statistics(x: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return mean and biased variance (C,) of the global batch, and its number of values per channel (), at least 1.
 
-    All ranks call this. This one has ``count`` values of each channel in ``x``, (B, C, ...); 0 if ``x`` is a
+    The fourth tensor is the number of different values per channel, of :func:`num_different`. All ranks call this. This one has ``count`` values of each channel in ``x``, (B, C, ...); 0 if ``x`` is a
     placeholder. The statistics of all ranks are joined by the formula of Chan, Golub and LeVeque (1983), in float32, or
     in float64 for float64 images.
     """
@@ -82,15 +83,35 @@ def global_statistics(x: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
         buffers = torch.zeros(2, x.shape[1], dtype=dtype, device=x.device)  # the kernel computes in their dtype
         row[0, 0] = count
         row[0, 1:] = torch.cat(torch.batch_norm_update_stats(x, buffers[0], buffers[1], 0.0))
-    rows = row
-    if world_size() > 1:
-        rows = row.new_empty(world_size(), row.shape[1])
-        dist.all_gather_into_tensor(rows, row)
+    rows = all_ranks(row) if world_size() > 1 else row
     counts, means, variances = rows.split([1, x.shape[1], x.shape[1]], dim=1)  # (N, 1), (N, C), (N, C)
     total = counts.sum().clamp(min=1)
     mean = (counts * means).sum(0) / total
     variance = (counts * (variances + (means - mean).square())).sum(0) / total
-    return mean, variance, total
+    different = num_different(counts, means, variances, total) if gather.has_gathered else total
+    return mean, variance, total, different
+
+
+def num_different(counts: Tensor, means: Tensor, variances: Tensor, total: Tensor) -> Tensor:
+    """Return how many of the ``total`` values of a channel are different ones, (C,), from the statistics of each rank.
+
+    If a loop gives rows of ``run.gather`` to a network, each rank has the same rows, which count once. Then the ranks
+    have the same statistics to the last bit: ``counts`` (N, 1) or (N, C), ``means`` and ``variances`` (N, C). A rank
+    with a count of 0 has a placeholder. Equal rows change neither mean nor biased variance, only the unbiased one.
+    """
+    has_values = counts > 0
+    is_equal = torch.ones_like(total, dtype=torch.bool)
+    for statistic in (counts, means, variances):
+        largest = torch.where(has_values, statistic, -torch.inf).amax(0)
+        is_equal = is_equal & (largest == torch.where(has_values, statistic, torch.inf).amin(0))
+    return torch.where(is_equal, counts.amax(0), total)
+
+
+def all_ranks(row: Tensor) -> Tensor:
+    """Return the ``row``, (1, ...), of each rank of the default process group, (N, ...)."""
+    rows = row.new_empty(world_size(), *row.shape[1:])
+    dist.all_gather_into_tensor(rows, row)
+    return rows
 
 
 def unbiased(variance: Tensor, count: Tensor) -> Tensor:

@@ -45,8 +45,16 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
 from raytrain.errors import UsageError
+from raytrain.training.exact import gather
 from raytrain.training.exact.agreement import digest_of, digests_agree
-from raytrain.training.exact.batch_statistics import NormaliseTogether, global_statistics, unbiased, world_size
+from raytrain.training.exact.batch_statistics import (
+    NormaliseTogether,
+    all_ranks,
+    global_statistics,
+    num_different,
+    unbiased,
+    world_size,
+)
 
 _OF_TIMM = "timm.layers.norm_act.BatchNormAct2d"  # recognised by its name, so that timm is not imported
 LOCAL_BUFFERS = ("batch_mean", "batch_var")  # of aggregated layers, which differ between workers
@@ -173,6 +181,9 @@ def _joined_updates(calls: list[tuple[AggregatedBatchNorm, _Call]], nums_calls: 
     count, momentum = per_channel.T.to(mean.device, non_blocking=True)  # (C,) each
     variance = torch.where(count > 1, unbiased_variance * (count - 1) / count, 0.0)
     digest = torch.tensor(digest_of(nums_calls), dtype=torch.float64).to(mean.device, non_blocking=True)
+    by_rank = torch.stack([count, mean, variance])[None]  # (1, 3, C); if the workers may have the same rows, (N, 3, C)
+    if world_size() > 1 and gather.has_gathered:
+        by_rank = all_ranks(by_rank)
 
     # Sum over the workers.
     sums = torch.cat([count, count * mean, count * (variance + mean.square()), digest])
@@ -192,7 +203,8 @@ def _joined_updates(calls: list[tuple[AggregatedBatchNorm, _Call]], nums_calls: 
     mean = sum_of_means / count
     variance = (sum_of_squares / count - mean.square()).clamp(min=0)
     counts = count > 1
-    updates = torch.stack([mean, unbiased(variance, count), momentum * counts]).to(calls[0][0].batch_mean.dtype)
+    different = num_different(*by_rank.unbind(1), count) if len(by_rank) > 1 else count
+    updates = torch.stack([mean, unbiased(variance, different), momentum * counts]).to(calls[0][0].batch_mean.dtype)
     statistics_of_calls = [of_call.unbind() for of_call in updates.split(sizes, dim=1)]  # three (C,) for each call
     return [
         _Update(layer, mean, variance, weight, counts_of_call[0])
@@ -336,10 +348,10 @@ class SynchronisedBatchNorm(ConvertedBatchNorm):
         if not self.training or (world_size() == 1 and count > 1):
             return self.forward_again(input) if self.training and self.repeats else super().forward(input)
         self._check_input_dim(input)
-        mean, variance, total = global_statistics(input.detach(), count)
+        mean, variance, total, different = global_statistics(input.detach(), count)
         if self.running_mean is not None and not self.repeats:
             counts = total > 1
-            self.update_running(mean, unbiased(variance, total), self.next_momentum() * counts.to(mean.dtype), counts)
+            self.update_running(mean, unbiased(variance, different), self.next_momentum() * counts.to(mean.dtype), counts)
         weight = torch.ones_like(mean) if self.weight is None else self.weight
         bias = torch.zeros_like(mean) if self.bias is None else self.bias
         statistics = mean, variance, total, self.weight_of_loss
