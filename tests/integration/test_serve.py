@@ -363,6 +363,10 @@ def test_the_file_of_a_form_is_taken_byte_for_byte(boundary: str) -> None:
     assert model_server.posted_file("image/png", file) == file
     with pytest.raises(model_server.RefusedRequest, match="the form has no file"):
         model_server.posted_file(kind, field + b"--xyz--")
+    with pytest.raises(model_server.RefusedRequest, match="the form has 2 files; send each in a request of its own"):
+        model_server.posted_file(kind, file.removesuffix(b"--xyz--\r\n") + file)
+    nothing = b'--xyz\r\nContent-Disposition: form-data; name="other"; filename=""\r\n\r\n\r\n'
+    assert model_server.posted_file(kind, nothing + file) == content
 
 
 def test_a_form_with_its_file_after_many_parts_is_refused_and_headers_have_a_limit() -> None:

@@ -150,9 +150,10 @@ class Replica:
 
 
 def posted_file(content_type: str, body: bytes | bytearray) -> bytes:
-    """Return the image file in ``body``: all of it, or the first file of a form. Takes time linear in the body.
+    """Return the image file in ``body``: all of it, or the one file of a form. Takes time linear in the body.
 
-    Raises RefusedRequest if the form has no file in its first 64 parts.
+    Raises RefusedRequest if the form has no file in its first 64 parts, or has several there. A file that is empty, as
+    of a field in which nothing was chosen, does not count beside another one.
     """
     form = re.fullmatch(r'multipart/form-data;.*boundary="?([^";]{1,70})"?.*', content_type, re.IGNORECASE)
     if form is None:
@@ -162,16 +163,24 @@ def posted_file(content_type: str, body: bytes | bytearray) -> bytes:
     # two bytes before the body.
     delimiter = b"\r\n--" + form[1].encode("latin-1", "replace")
     delimiter_at = -2 if body.startswith(delimiter[2:]) else body.find(delimiter)
+    files: list[slice] = []
     for _ in range(_MAX_PARTS):
         if delimiter_at == -1:
-            raise RefusedRequest(400, "the form has no file; send one, as in curl -F file=@IMAGE.jpg")
+            break
         start = delimiter_at + len(delimiter)
         delimiter_at = body.find(delimiter, start)
         end = len(body) if delimiter_at == -1 else delimiter_at
         content_at = body.find(b"\r\n\r\n", start, min(end, start + _MAX_PART_HEADERS))
         if content_at != -1 and b"filename" in body[start:content_at].lower():
-            return bytes(body[content_at + 4 : end])
-    raise RefusedRequest(400, f"the form has no file in its first {_MAX_PARTS} parts; send the file first")
+            files.append(slice(content_at + 4, end))
+    if not files and delimiter_at == -1:
+        raise RefusedRequest(400, "the form has no file; send one, as in curl -F file=@IMAGE.jpg")
+    if not files:
+        raise RefusedRequest(400, f"the form has no file in its first {_MAX_PARTS} parts; send the file first")
+    files = [file for file in files if file.stop > file.start] or files[:1]
+    if len(files) > 1:
+        raise RefusedRequest(400, f"the form has {len(files)} files; send each in a request of its own")
+    return bytes(body[files[0]])
 
 
 def is_loopback_host(host: str) -> bool:
