@@ -48,7 +48,7 @@ from raytrain.launch.session import RunSession
 from raytrain.loader.decoders import NewProcess
 from raytrain.loader.machine import gpu_decoder_problem
 from raytrain.loader.process_group import ProcessGroup
-from raytrain.loader.process_images import ProcessImages, machine_cache, start_decoding
+from raytrain.loader.restarting_batches import RestartingBatches, machine_cache, start_decoding
 from raytrain.loader.transform_processes import transformed
 from raytrain.monitor.events import Event, Note, TimedEvent, parse_event
 from raytrain.monitor.snapshot import Snapshot, View
@@ -331,7 +331,7 @@ def _make_run(
     # Then open the images. A bad image may have ended the attempt before, so a run that resumes decodes in isolation.
     cache = machine_cache(config, data, first_step, group, opened)
     loads = config.worker_load or (1.0,) * world_size
-    source = ProcessImages(config, data, rank, loads, cache, reporter, processes, isolated=config.resume)
+    source = RestartingBatches(config, data, rank, loads, cache, reporter, processes, isolated=config.resume)
     opened.enter_context(source)
     note = (lambda text: reporter.note_event(Note(text))) if rank == 0 else None
     images = opened.enter_context(transformed(source, config, spec.transforms, note))

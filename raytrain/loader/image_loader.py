@@ -41,7 +41,7 @@ from raytrain.errors import UsageError, did_you_mean
 from raytrain.loader.decoders import NewProcess
 from raytrain.loader.machine import gpu_decoder_problem
 from raytrain.loader.process_group import ProcessGroup
-from raytrain.loader.process_images import ProcessImages, machine_cache, start_decoding
+from raytrain.loader.restarting_batches import RestartingBatches, machine_cache, start_decoding
 from raytrain.loader.transform_processes import transformed
 from raytrain.runs.metric_row import SkippedImage
 from raytrain.storage.open import open_store
@@ -367,7 +367,7 @@ class ImageLoader:
             # Open the source: processes that decode, which may be waiting already, and what this machine keeps.
             cache = machine_cache(config, data, self._next_step, group, opened)
             processes, self._processes = self._processes or start_decoding(config.data, opened), []
-            images = ProcessImages(config, data, rank, (1.0,) * world_size, cache, self._skipped, processes)
+            images = RestartingBatches(config, data, rank, (1.0,) * world_size, cache, self._skipped, processes)
             opened.enter_context(images)
 
             # On its way to the loop, a batch passes the user's transforms, if there are any, and the augmentation.

@@ -351,7 +351,9 @@ class SynchronisedBatchNorm(ConvertedBatchNorm):
         mean, variance, total, different = global_statistics(input.detach(), count)
         if self.running_mean is not None and not self.repeats:
             counts = total > 1
-            self.update_running(mean, unbiased(variance, different), self.next_momentum() * counts.to(mean.dtype), counts)
+            self.update_running(
+                mean, unbiased(variance, different), self.next_momentum() * counts.to(mean.dtype), counts
+            )
         weight = torch.ones_like(mean) if self.weight is None else self.weight
         bias = torch.zeros_like(mean) if self.bias is None else self.bias
         statistics = mean, variance, total, self.weight_of_loss

@@ -1,4 +1,7 @@
-"""Images of a process that somebody else has started: the cache of its machine, and its batches."""
+"""Batches whose decoders start again after an image that kills them, for a process that somebody else has started.
+
+It has a cache with the other processes of its machine, and its decoders begin to start before the images are listed.
+"""
 
 from __future__ import annotations
 
@@ -59,8 +62,8 @@ def _imports(data: str) -> list[str]:
     return modules + (["boto3"] if data.startswith("s3://") else [])
 
 
-class ProcessImages:
-    """Images of a process that somebody else has started, a :class:`raytrain.training.protocols.BatchSource`.
+class RestartingBatches:
+    """Batches of a process that somebody else has started, a :class:`raytrain.training.protocols.BatchSource`.
 
     If an image has killed a decoder, new processes go on after the batches read so far, and decode in isolation, so
     that the next such image is skipped. ``loads`` are the shares of all processes. ``isolated``: decode in isolation
@@ -99,7 +102,7 @@ class ProcessImages:
             processes=processes,
         )
 
-    def __enter__(self) -> ProcessImages:
+    def __enter__(self) -> RestartingBatches:
         return self
 
     def __exit__(self, *exception: object) -> None:
