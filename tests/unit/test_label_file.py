@@ -726,3 +726,19 @@ def test_rows_that_say_that_an_image_does_not_have_the_class_are_not_used(
     assert (
         by_key(*opened(images, write(tmp_path / "labels.csv", rows | {"confidence": confidences}), tmp_path)) == present
     )
+
+
+def test_rows_of_one_image_are_its_classes_if_it_may_have_several(images: Path, tmp_path: Path) -> None:
+    rows = rows_of(images)
+    num_images = len(rows["path"])
+    new = ["new" if number % 2 else "" for number in range(num_images)]
+    twice = {"path": rows["path"] * 2, "label": rows["label"] + new}
+    assert "or give --label-separator if an image may have several" in refused(images, twice, tmp_path)
+    data = opened_parts(images, write(tmp_path / "labels.csv", twice), tmp_path, label_separator="|")
+    for part in (data.train, data.validation):
+        names = [part.class_names(label) for label in part.labels]
+        for key, classes in zip(part.keys.to_pylist(), names, strict=True):
+            has_new = rows["path"].index(key) % 2
+            assert set(classes) == {key.partition("/")[0], *(["new"] if has_new else [])}
+    splits = {"split": ["train"] * num_images + ["val"] * num_images}
+    assert f"contradicts itself for {num_images} keys" in refused(images, twice | splits, tmp_path, label_separator="|")

@@ -250,6 +250,8 @@ def label_table(table: pa.Table, url: str, columns: LabelColumns, images_urls: S
         _log.warning("Rows of %s that name no image are not used: %s.", url, f"{num_without_key:,}")
     if not len(rows):
         raise UsageError(f"No row of the label file {url} names an image; its keys are empty.")
+    if columns.separator is not None:
+        rows = _joined_rows(rows)
     rows = rows.group_by(rows.column_names).aggregate([]).sort_by("key")
     keys, labels, splits, groups = (np.array(rows[name].to_pylist(), object) for name in rows.column_names)
 
@@ -272,8 +274,22 @@ def label_table(table: pa.Table, url: str, columns: LabelColumns, images_urls: S
     elif columns.separator is not None:
         classes = tuple(sorted({name for label in set(labels) for name in label.split(JOINED)} - {""}))
     label_rows = LabelTable(url, keys, labels, splits, groups, classes)
-    _check_rows(label_rows, columns.group)
+    _check_rows(label_rows, columns)
     return label_rows
+
+
+def _joined_rows(rows: pa.Table) -> pa.Table:
+    """Return one row for all that are alike but for their labels, with all of their classes.
+
+    Open Images and detections have a row for each class of an image.
+    """
+    classes_of: dict[tuple[str, str, str], set[str]] = {}
+    names = ("key", "split", "group")
+    for label, *others in zip(*(rows[name].to_pylist() for name in ("label", *names)), strict=True):
+        classes_of.setdefault(tuple(others), set()).update(label.split(JOINED))
+    labels = [JOINED.join(sorted(classes - {""})) for classes in classes_of.values()]
+    columns = zip(*classes_of, strict=True)
+    return pa.table({"label": labels, **dict(zip(names, map(list, columns), strict=True))}).select(rows.column_names)
 
 
 def _without_absent_classes(table: pa.Table, url: str, columns: LabelColumns) -> pa.Table:
@@ -317,7 +333,7 @@ def normalized_key(key: str, images_urls: Sequence[str]) -> str:
     return key.lstrip("/")
 
 
-def _check_rows(table: LabelTable, group: str | None) -> None:
+def _check_rows(table: LabelTable, columns: LabelColumns) -> None:
     """Raise UsageError if a key has several labels, or an image has no group although there are groups."""
     # Rows are sorted by key, and equal rows have been merged: a key that comes again has another label.
     repeated = np.flatnonzero(table.keys[1:] == table.keys[:-1])
@@ -327,15 +343,19 @@ def _check_rows(table: LabelTable, group: str | None) -> None:
         first_row, second_row = (
             " ".join(filter(None, row)).replace(JOINED, " ") for row in islice(rows, first, first + 2)
         )
+        have_one_class = len(columns.label) < 2 and columns.separator is None
+        may_be_several = have_one_class and table.labels[first] != table.labels[first + 1]
+        advice = ", or give --label-separator if an image may have several classes" if may_be_several else ""
         raise UsageError(
             f"The label file {table.url} contradicts itself for {format_count(len(set(table.keys[repeated])), 'key')}, "
-            f"such as {table.keys[first]!r}, which is {first_row!r} and {second_row!r}; leave one row for each key."
+            f"such as {table.keys[first]!r}, which is {first_row!r} and {second_row!r}; leave one row for each "
+            f"key{advice}."
         )
 
     # Images without a group could be on both sides of a split.
     num_missing = int(np.isin(table.groups.astype(str), list(NO_LABELS)).sum())
-    if group is not None and num_missing:
+    if columns.group is not None and num_missing:
         raise UsageError(
-            f"{num_missing:,} of {len(table.keys):,} rows of {table.url} have no {group!r}, which --group-by needs; "
-            "fill them in."
+            f"{num_missing:,} of {len(table.keys):,} rows of {table.url} have no {columns.group!r}, which --group-by "
+            "needs; fill them in."
         )
