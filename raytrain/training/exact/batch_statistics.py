@@ -72,9 +72,9 @@ class NormaliseTogether(torch.autograd.Function):
 def global_statistics(x: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return mean and biased variance (C,) of the global batch, and its number of values per channel (), at least 1.
 
-    The fourth tensor is the number of different values per channel, of :func:`num_different`. All ranks call this. This one has ``count`` values of each channel in ``x``, (B, C, ...); 0 if ``x`` is a
-    placeholder. The statistics of all ranks are joined by the formula of Chan, Golub and LeVeque (1983), in float32, or
-    in float64 for float64 images.
+    The fourth tensor is the number of different values per channel, of :func:`num_different`. All ranks call this. This
+    one has ``count`` values of each channel in ``x``, (B, C, ...); 0 if ``x`` is a placeholder. The statistics of all
+    ranks are joined by the formula of Chan, Golub and LeVeque (1983), in float32, or in float64 for float64 images.
     """
     # One row per rank: its count, means and variances (1 + 2C), all 0 for a placeholder.
     dtype = torch.promote_types(x.dtype, torch.float32)

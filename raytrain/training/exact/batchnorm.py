@@ -351,9 +351,8 @@ class SynchronisedBatchNorm(ConvertedBatchNorm):
         mean, variance, total, different = global_statistics(input.detach(), count)
         if self.running_mean is not None and not self.repeats:
             counts = total > 1
-            self.update_running(
-                mean, unbiased(variance, different), self.next_momentum() * counts.to(mean.dtype), counts
-            )
+            weight_of_batch = self.next_momentum() * counts.to(mean.dtype)
+            self.update_running(mean, unbiased(variance, different), weight_of_batch, counts)
         weight = torch.ones_like(mean) if self.weight is None else self.weight
         bias = torch.zeros_like(mean) if self.bias is None else self.bias
         statistics = mean, variance, total, self.weight_of_loss
