@@ -19,7 +19,7 @@ from tests.helpers.waiting import DEADLINE_S
 
 
 def command(images: Path, storage: Path, *more: str) -> list[str]:
-    """Return the command that trains a small run on two workers; ``more`` are further words of it."""
+    """Return the command that trains the run of ``small_runs.config``; ``more`` are further words of it."""
     options = {
         "data": images,
         "storage": storage,
@@ -30,6 +30,7 @@ def command(images: Path, storage: Path, *more: str) -> list[str]:
     }
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     numbers = ["--image-size", "12", "12", "--learning-rate", "0.05", "--precision", "float64", "--log-every", "1"]
+    numbers += ["--mean", "0.4", "0.4", "0.4", "--std", "0.2", "0.2", "0.2"]
     augmentation = ["--flip", "random", "--translate", "1"]
     return [sys.executable, "-m", "raytrain", "train", "custom", *words, *numbers, *augmentation, *more]
 

@@ -203,7 +203,7 @@ def _joined_updates(calls: list[tuple[AggregatedBatchNorm, _Call]], nums_calls: 
     mean = sum_of_means / count
     variance = (sum_of_squares / count - mean.square()).clamp(min=0)
     counts = count > 1
-    different = num_different(*by_rank.unbind(1), count) if len(by_rank) > 1 else count
+    different = num_different(by_rank[:, 0], by_rank[:, 1], by_rank[:, 2], count) if len(by_rank) > 1 else count
     updates = torch.stack([mean, unbiased(variance, different), momentum * counts]).to(calls[0][0].batch_mean.dtype)
     statistics_of_calls = [of_call.unbind() for of_call in updates.split(sizes, dim=1)]  # three (C,) for each call
     return [
