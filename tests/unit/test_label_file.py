@@ -742,3 +742,16 @@ def test_rows_of_one_image_are_its_classes_if_it_may_have_several(images: Path, 
             assert set(classes) == {key.partition("/")[0], *(["new"] if has_new else [])}
     splits = {"split": ["train"] * num_images + ["val"] * num_images}
     assert f"contradicts itself for {num_images} keys" in refused(images, twice | splits, tmp_path, label_separator="|")
+
+
+@pytest.mark.parametrize("suffix", [".PNG", ".tif", ".jpg"])
+def test_images_may_have_other_suffixes_than_their_keys(
+    suffix: str, images: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = rows_of(images)
+    wanted = dict(zip(rows["path"], rows["label"], strict=True))
+    rows["path"] = [key.replace(".png", suffix) for key in wanted]
+    assert by_key(*opened(images, write(tmp_path / "labels.csv", rows), tmp_path)) == wanted
+    assert f"names have other suffixes: {rows['path'][0]} is taken for {next(iter(wanted))} below" in caplog.text
+    rows["path"][0], rows["path"][1] = "a.jpg", "a.png"  # of two, nobody knows which
+    assert "have no image below" in refused(images, rows, tmp_path)

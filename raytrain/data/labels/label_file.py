@@ -33,7 +33,7 @@ from raytrain.data.labels.label_columns import (
     texts_of,
 )
 from raytrain.data.labels.label_formats import KEY_COLUMNS, LABEL_COLUMNS, METADATA, read_table
-from raytrain.data.labels.listing import check_folder, first_names
+from raytrain.data.labels.listing import check_folder, ends_like_image, first_names
 from raytrain.data.labels.manifest import Manifest
 from raytrain.data.labels.part_names import Part, is_held_out, is_part, is_training, parts_among
 from raytrain.data.plan.permutation import Int64s
@@ -132,6 +132,11 @@ class LabelTable:
         for paths in _without_shared_folders(self.keys):
             if rows is None:
                 rows = rows_in({path: row for row, path in enumerate(paths)}, str, _stem)
+
+        # Or the images have other suffixes, such as .JPG or, after a conversion, .png.
+        by_stem = {_stem(key): row for row, key in enumerate(self.keys)}
+        if rows is None and len(by_stem) == len(self.keys) and all(map(ends_like_image, self.keys)):
+            rows = rows_in(by_stem, _stem, lambda key: _stem(posixpath.basename(key)))
         return np.full(len(keys), -1) if rows is None else rows
 
 

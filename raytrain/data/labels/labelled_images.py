@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import posixpath
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ from raytrain.data.labels.folders import build_manifest, build_manifests, check_
 from raytrain.data.labels.hold_out import HELD_OUT_FRACTION, check_can_split, hold_out, hold_out_fold
 from raytrain.data.labels.label_columns import JOINED
 from raytrain.data.labels.label_file import LabelTable, own_label_table
-from raytrain.data.labels.listing import first_names
+from raytrain.data.labels.listing import ends_like_image, first_names
 from raytrain.data.labels.manifest import Manifest, list_images
 from raytrain.data.labels.part_names import HELD_OUT, PARTS, Part, is_held_out, names_of_parts, parts_among
 from raytrain.errors import UsageError, format_count
@@ -233,9 +234,11 @@ def check_keys(table: LabelTable, listed: Sequence[Manifest], max_bad_fraction: 
         # Keys such as C:/photos/cat/1.jpg were written on another machine: log which image such a key is taken for.
         first = int((rows >= 0).argmax()) if len(rows) else 0  # the first image that has a row, if any has
         if len(rows) and rows[first] >= 0:
-            key, path = table.keys[rows[first]], images.keys[first].as_py()
-            if len(key) > len(path):
-                sentence = "The images that %s names are elsewhere: %s is taken for %s below %s."
+            key, path = str(table.keys[rows[first]]), str(images.keys[first].as_py())
+            has_other_suffix = ends_like_image(key) and posixpath.splitext(key)[1] != posixpath.splitext(path)[1]
+            if len(key) > len(path) or has_other_suffix:
+                is_or_are = "have other suffixes" if has_other_suffix else "are elsewhere"
+                sentence = f"The images that %s names {is_or_are}: %s is taken for %s below %s."
                 _log.warning(sentence, table.url, key, path, images.url)
 
         # Each key must name one image; images without a key are only counted.

@@ -152,6 +152,15 @@ def why_left_out(path: str) -> str | None:
     return f"{suffix} files" if _SUFFIX.fullmatch(suffix) else _NO_SUFFIX
 
 
+def ends_like_image(path: str) -> bool:
+    """Return True if a path ends like an image, also of a format that is not read.
+
+    >>> ends_like_image("a.JPG"), ends_like_image("a.tif"), ends_like_image("1.5")
+    (True, True, False)
+    """
+    return path.lower().endswith(SUFFIXES + _OTHER_FORMATS)
+
+
 def _suffix_of(path: str) -> str:
     """Return what ends a file's name and says its format, in lower case, without the number of a part.
 
