@@ -87,6 +87,7 @@ def test_folders_that_repeat_below_each_other_are_refused(tmp_path: Path) -> Non
         ("train2019", "val2019"),
         ("train/images", "test/images"),
         ("seg_train/seg_train", "seg_test/seg_test"),
+        ("trainval", "test"),
     ],
 )
 def test_training_and_test_folders_are_used_as_such(

@@ -14,7 +14,7 @@ PARTS: tuple[Part, ...] = ("train", "validation", "test")
 HELD_OUT: tuple[Part, ...] = PARTS[1:]
 
 _OF_IMAGES = r"(set|data|images|imgs)?s?\d*[ab]?"  # trainA and trainB are of two kinds of images, as for CycleGAN
-_TRAIN = re.compile(r"(train|training)" + _OF_IMAGES)
+_TRAIN = re.compile(r"(train|training|trainval)" + _OF_IMAGES)
 _TEST = re.compile(r"(public|private)?(test|testing)" + _OF_IMAGES)
 _VALIDATION = re.compile(r"(val|valid|validation|validate|eval|evaluation|dev|holdout|heldout)" + _OF_IMAGES)
 _WORDS = re.compile(r"[ _.-]+")
