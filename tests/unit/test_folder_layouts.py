@@ -475,7 +475,9 @@ def test_masks_beside_training_images_are_no_classes(tmp_path: Path, caplog: pyt
     assert "masks/ in" in caplog.text and "is taken for a class of this name, beside another" in caplog.text
 
 
-@pytest.mark.parametrize("name", ["masks", "JPEGImages", "annotations", "unlabeled", "plots", "Results"])
+@pytest.mark.parametrize(
+    "name", ["masks", "JPEGImages", "annotations", "unlabeled", "plots", "Results", "raw", "images_3sec"]
+)
 def test_a_folder_that_is_hardly_a_class_is_told(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     opened(tree(tmp_path / "a", "cat", "dog", name))
     assert f"{name}/ in" in caplog.text and "is taken for a class of this name, beside 2 others" in caplog.text

@@ -49,7 +49,8 @@ _BESIDE_CLASSES = re.compile(
 # Folders of these names hold what programs write and people put beside the classes, so a line names them.
 _HARDLY_CLASSES = re.compile(
     r"plots?|figures?|results?|outputs?|predictions?|visuali[sz]ations?|previews?|screenshots?|thumb(nail)?s?|logs?|"
-    r"runs?|models?|weights|checkpoints?|docs?|src|code|notebooks?|data(set)?s?|te?mp|backups?|samples?|examples?"
+    r"runs?|models?|weights|checkpoints?|docs?|src|code|notebooks?|data(set)?s?|te?mp|backups?|samples?|examples?|"
+    r"raw|originals?|processed|augmented|cropped|resized|labell?ed|(images?|imgs?|photos?|pictures?)([ _-].*)?"
 )
 # Beside parts, folders of these names are parts, too, as of Market-1501 and of SVHN.
 _OTHER_PARTS = re.compile(r"query|gallery|distractors?|extras?|additional")
