@@ -6,15 +6,19 @@ with the names that a newer tyro lacks.
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
 from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn
 
 from tyro import _errors as events  # pyright: ignore[reportPrivateUsage]
 
-from raytrain.errors import UsageError, did_you_mean
+from raytrain.config.options import option_known_as
+from raytrain.errors import UsageError, did_you_mean, flag
 from raytrain.recipes import RECIPES
+from raytrain.runs.documents import CONFIG
 
 if TYPE_CHECKING:
     from tyro._arguments import ArgumentDefinition
@@ -108,8 +112,15 @@ def _sentence_on_unknown(
         return f"{words[0]} is a recipe, which comes first, as in `raytrain train {words[0]} --data FOLDER`."
     if not words[0].startswith("-"):
         word = words[0]
-        return f"There is one argument too many: {word!r}; if it belongs to the one before, put quotes around both."
+        advice = "if it belongs to the one before, put quotes around both"
+        if "--data" in flags and os.path.isfile(os.path.join(word, CONFIG)):
+            storage, _, run = word.rstrip("/").rpartition("/")
+            advice = f"a run is given as {shlex.join(['--name', run, '--storage', storage or '.'])}"
+        elif "--data" in flags and ("://" in word or os.path.isdir(word)):
+            advice = f"images are given as --data {shlex.quote(word)}"
+        return f"There is one argument too many: {word!r}; {advice}."
     name = words[0].partition("=")[0]
+    meant = flag(option_known_as(name.removeprefix("--")) or "")
     commands = commands_with(name)
     if name in flags and commands:  # it exists, but stands before its command, as in `raytrain --data photos train`
         command = "train" if "train" in commands else commands[0]
@@ -117,4 +128,5 @@ def _sentence_on_unknown(
     if 0 < len(commands) <= _MAX_COMMANDS:
         owners = " and ".join(f"`raytrain {command}`" for command in commands)
         return f"There is no option {name} here; {owners} {'has' if len(commands) == 1 else 'have'} it."
-    return f"There is no option {name}{did_you_mean(name, flags)}."
+    hint = f" (did you mean {meant}?)" if meant in flags else did_you_mean(name, flags)
+    return f"There is no option {name}{hint}."

@@ -114,7 +114,12 @@ def parse_words(argv: Sequence[str], commands: Commands[T], defaults: Mapping[st
     recipes = _only_named("recipe", defaults, argv[1:2]) if has_recipe else defaults
     help_text = _summary if len(chosen) > 1 else _description
     lists_recipes = has_recipe and len(recipes) > 1
-    more = f"\n\nWithout a recipe, the command takes {AUTO}, or, with --loop, {CUSTOM}." if lists_recipes else ""
+    more = (
+        f"\n\nWithout a recipe, the command takes {AUTO}, or, with --loop, {CUSTOM}. Options such as --data are in the "
+        f"help of a recipe: `raytrain {argv[0]} {CUSTOM} --help`."
+        if lists_recipes
+        else ""
+    )
     choice = _choice(
         subcommand(
             name, constructor=_binder(command, recipes, is_help, is_short), description=help_text(command) + more

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from typing import Annotated, NamedTuple
 
-from raytrain.config.option_marks import Mark
+from raytrain.config.option_marks import KnownAs, Mark
 from raytrain.config.option_values import TEXTS, NonNegativeInt, PositiveInt, option_field, seconds, section
 from raytrain.errors import UsageError
 
@@ -59,7 +59,7 @@ class CheckpointOptions:
         default=("1ep", "10m"), converter=TEXTS
     )
     """Epochs, steps or time between checkpoints, such as 1ep, 500st or 10m; none: only at the end."""
-    keep_checkpoints: Annotated[PositiveInt, Mark.SET_BY_FIND_RATE] = 2
+    keep_checkpoints: Annotated[PositiveInt, Mark.SET_BY_FIND_RATE, KnownAs("checkpoint-hist save-top-k")] = 2
     """Number of newest checkpoints to keep, besides the best."""
     max_failures: Annotated[NonNegativeInt, Mark.OF_LAUNCHER] = 3
     """Failures of workers after which the run starts again from its last checkpoint. A loop that fails twice in the

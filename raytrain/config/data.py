@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from annotated_types import Interval
 
 from raytrain.config.auto_augment import AutoAugment
-from raytrain.config.option_marks import Mark
+from raytrain.config.option_marks import KnownAs, Mark
 from raytrain.config.option_values import (
     LOCATION,
     OPTIONAL_LOCATION,
@@ -29,19 +29,21 @@ from raytrain.errors import UsageError, flag
 class DataOptions:
     """Images and their labels."""
 
-    data: Annotated[str, Mark.COMMON, Mark.SHARED_PLACE] = option_field(default="", converter=LOCATION)
-    """Training images: a folder or URL (s3://…, gs://…, az://…). Its folders are the classes, or --labels says them."""
-    validation_data: Annotated[str | None, Mark.COMMON, Mark.SHARED_PLACE] = option_field(
-        default=None, converter=OPTIONAL_LOCATION
+    data: Annotated[str, Mark.COMMON, Mark.SHARED_PLACE, KnownAs("data-dir dataset train train-dir root")] = (
+        option_field(default="", converter=LOCATION)
     )
+    """Training images: a folder or URL (s3://…, gs://…, az://…). Its folders are the classes, or --labels says them."""
+    validation_data: Annotated[
+        str | None, Mark.COMMON, Mark.SHARED_PLACE, KnownAs("val valid val-data val-dir valid-dir")
+    ] = option_field(default=None, converter=OPTIONAL_LOCATION)
     """Images to measure each epoch, which choose the best checkpoint; by default those in val/ or test/ of --data."""
-    validation_fraction: Annotated[float | None, Interval(gt=0, lt=1)] = None
+    validation_fraction: Annotated[float | None, Interval(gt=0, lt=1), KnownAs("val-split validation-split")] = None
     """Fraction of each class that is held out for validation; by default 0.1 if no images are given for it."""
     validation_fold: Annotated[str | None, "K/N", Mark.SWEEPABLE] = option_field(
         default=None, converter=Accepts[str | Sequence[int] | None, str | None]()
     )
     """Validate on the K-th of N equal parts of each class, such as 2/5; `raytrain sweep --folds 5` tries all."""
-    test_data: Annotated[str | None, Mark.COMMON, Mark.SHARED_PLACE] = option_field(
+    test_data: Annotated[str | None, Mark.COMMON, Mark.SHARED_PLACE, KnownAs("test test-dir")] = option_field(
         default=None, converter=OPTIONAL_LOCATION
     )
     """Images to measure once, at the end; without other images for validation, they are for validation instead."""
@@ -175,7 +177,9 @@ def _check_options_beside_pattern(options: DataOptions, pattern: str) -> None:
 class AugmentationOptions:
     """Random changes of training images."""
 
-    flip: Annotated[Literal["none", "random", "alternating"], Mark.CHOSEN_BY_AUTO, Mark.COMMON, Mark.SWEEPABLE] = "none"
+    flip: Annotated[
+        Literal["none", "random", "alternating"], Mark.CHOSEN_BY_AUTO, Mark.COMMON, Mark.SWEEPABLE, KnownAs("hflip")
+    ] = "none"
     """random mirrors half of the training images; alternating half of them in the first epoch, then the other half."""
     translate: Annotated[NonNegativeInt, Mark.CHOSEN_BY_AUTO, Mark.SWEEPABLE] = 0
     """Shift training images by up to this many pixels in each direction; the mean colour fills the gap."""
@@ -183,7 +187,9 @@ class AugmentationOptions:
     """Train on random crops (8 % to 100 % of the area) of the original images, resized to --image-size."""
     cache_side: Annotated[float, Interval(ge=1)] | None = None
     """Cut random crops from images kept at this many times --image-size, such as 1.15, not from the originals."""
-    auto_augment: Annotated[str | None, "randaugment|rand-mM-nN|trivialaugment|augmix|augmix-mM|3-augment"] = None
+    auto_augment: Annotated[
+        str | None, "randaugment|rand-mM-nN|trivialaugment|augmix|augmix-mM|3-augment", KnownAs("aa augment")
+    ] = None
     """Random operations: RandAugment's (two, rand-m9-n2), one of TrivialAugment's, AugMix, or DeiT III's 3-Augment."""
     color_jitter: Annotated[Fraction, Mark.SWEEPABLE] = 0.0
     """Change brightness, contrast and saturation of training images by up to this fraction."""
@@ -191,7 +197,7 @@ class AugmentationOptions:
     """Rotate training images by up to this many degrees in either direction."""
     blur: Annotated[Fraction, Mark.SWEEPABLE] = 0.0
     """Fraction of the training images that are blurred, by a Gaussian of 0.1 to 2 pixels."""
-    random_erasing: Annotated[Fraction, Mark.SWEEPABLE] = 0.0
+    random_erasing: Annotated[Fraction, Mark.SWEEPABLE, KnownAs("reprob")] = 0.0
     """Fraction of the training images of which a random box is replaced by the mean colour."""
     mixup: Annotated[NonNegativeFloat, Mark.SWEEPABLE] = 0.0
     """Mixup alpha, such as 0.2; 0 turns it off."""

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal
 
-from raytrain.config.option_marks import Mark
+from raytrain.config.option_marks import KnownAs, Mark
 from raytrain.config.option_values import TEXTS, Accepts, NonNegativeInt, PositiveInt, option_field, section
 from raytrain.errors import UsageError, did_you_mean
 
@@ -29,7 +29,9 @@ class EvaluationOptions:
         default=None, converter=Accepts[str | Mapping[str, float] | Sequence[str | float] | None, str | None]()
     )
     """Stop when an evaluation reaches this, such as accuracy=0.95, or loss=0.2, which is an upper limit."""
-    patience: Annotated[PositiveInt | None, Mark.SWEEPABLE, Mark.SET_BY_FIND_RATE] = None
+    patience: Annotated[
+        PositiveInt | None, Mark.SWEEPABLE, Mark.SET_BY_FIND_RATE, KnownAs("early-stopping-patience")
+    ] = None
     """Stop after this many evaluations, one after the other, that are not better than the best by --best."""
     best: Annotated[str | None, Mark.SWEEPABLE, Mark.SHAPES_STATE, Mark.SET_BY_FIND_RATE] = None
     """Metric that decides on the best checkpoint, such as loss; by default accuracy, or mean_average_precision if an

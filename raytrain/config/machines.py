@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from raytrain.config.option_marks import Mark
+from raytrain.config.option_marks import KnownAs, Mark
 from raytrain.config.option_values import (
     NUMBERS,
     TEXTS,
@@ -69,11 +69,22 @@ class MachineOptions:
     """Workers, and the machines that they run on."""
 
     workers: Annotated[
-        PositiveInt | str, "N|auto|MIN..MAX", Mark.COMMON, Mark.SWEEPABLE, Mark.DECIDED_ANEW, Mark.OF_LAUNCHER
+        PositiveInt | str,
+        "N|auto|MIN..MAX",
+        Mark.COMMON,
+        Mark.SWEEPABLE,
+        Mark.DECIDED_ANEW,
+        Mark.OF_LAUNCHER,
+        KnownAs("gpus num-gpus devices nproc-per-node"),
     ] = option_field(default="auto", converter=Accepts[int | str | Sequence[int], int | str]())
     """auto: one per GPU, else as many CPU workers as fit beside the readers; 1..4: elastic."""
     device: Annotated[
-        str, "auto|cpu|cuda|cuda:0,2|cuda:A100", Mark.COMMON, Mark.DECIDED_ANEW, Mark.DECIDED_AT_START
+        str,
+        "auto|cpu|cuda|cuda:0,2|cuda:A100",
+        Mark.COMMON,
+        Mark.DECIDED_ANEW,
+        Mark.DECIDED_AT_START,
+        KnownAs("gpu gpu-ids cuda"),
     ] = "auto"
     """auto: GPUs if there are any; cuda:0,2: GPUs by their numbers in `raytrain devices`; cuda:A100: GPUs of a type."""
     backend: Annotated[Literal["ray", "local"], Mark.COMMON, Mark.DECIDED_ANEW, Mark.OF_LAUNCHER] = "ray"

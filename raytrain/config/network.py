@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Interval
 
-from raytrain.config.option_marks import Mark, TakenBy
+from raytrain.config.option_marks import KnownAs, Mark, TakenBy
 from raytrain.config.option_values import NUMBERS, OPTIONAL_LOCATION, TEXTS, Accepts, PositiveInt, option_field, section
 from raytrain.errors import UsageError, flag, format_count
 
@@ -43,15 +43,31 @@ class NetworkOptions:
     """The network and the images that it takes."""
 
     model: Annotated[
-        str, Mark.CHOSEN_BY_AUTO, Mark.COMMON, Mark.SWEEPABLE, Mark.OWN_CODE, TakenBy("run.build_model")
+        str,
+        Mark.CHOSEN_BY_AUTO,
+        Mark.COMMON,
+        Mark.SWEEPABLE,
+        Mark.OWN_CODE,
+        TakenBy("run.build_model"),
+        KnownAs("arch net backbone network"),
     ] = "resnet18"
     """Name of a torchvision model, timm:NAME, or file.py:function, which may take num_classes and channels."""
-    model_option: Annotated[tuple[str, ...], "NAME=VALUE", Mark.SHAPES_STATE, TakenBy("run.build_model")] = (
-        option_field(default=(), converter=TEXTS)
-    )
+    model_option: Annotated[
+        tuple[str, ...],
+        "NAME=VALUE",
+        Mark.SHAPES_STATE,
+        TakenBy("run.build_model"),
+        KnownAs("dropout drop drop-path model-kwargs"),
+    ] = option_field(default=(), converter=TEXTS)
     """Arguments of the function that makes the network, such as drop_path_rate=0.1; values as Python writes them."""
     weights: Annotated[
-        str | None, Mark.CHOSEN_BY_AUTO, Mark.COMMON, Mark.SWEEPABLE, Mark.SHARED_PLACE, TakenBy("run.build_model")
+        str | None,
+        Mark.CHOSEN_BY_AUTO,
+        Mark.COMMON,
+        Mark.SWEEPABLE,
+        Mark.SHARED_PLACE,
+        TakenBy("run.build_model"),
+        KnownAs("pretrained initial-checkpoint checkpoint ckpt"),
     ] = option_field(default=None, converter=OPTIONAL_LOCATION)
     """Initial weights: DEFAULT (the library's), a file, a URL (s3://, gs://, az://), hf://owner/name, a checkpoint."""
     freeze: Annotated[tuple[str, ...], Mark.SHAPES_STATE, TakenBy("run.build_model")] = option_field(
@@ -59,7 +75,12 @@ class NetworkOptions:
     )
     """Layers to freeze, batch norm statistics included, by name, such as layer1; all: all but the head."""
     image_size: Annotated[
-        ImageSize | str | None, "H W|SIDE|MIN..MAX", Mark.CHOSEN_BY_AUTO, Mark.COMMON, Mark.DECIDED_AT_START
+        ImageSize | str | None,
+        "H W|SIDE|MIN..MAX",
+        Mark.CHOSEN_BY_AUTO,
+        Mark.COMMON,
+        Mark.DECIDED_AT_START,
+        KnownAs("size img-size imgsz resolution"),
     ] = option_field(default=None, converter=Accepts[int | str | Sequence[int] | None, ImageSize | str | None]())
     """In pixels; by default as timm's weights want it, or 224 224. 128..224: grows over the epochs."""
     channels: Literal[1, 3] = 3
@@ -82,9 +103,13 @@ class NetworkOptions:
         default=None, converter=NUMBERS
     )
     """Standard deviation of each channel to divide by, in 0..1; by default as --mean."""
-    precision: Annotated[Literal["auto", Precision], Mark.CHOSEN_BY_AUTO, Mark.SWEEPABLE, Mark.DECIDED_AT_START] = (
-        "auto"
-    )
+    precision: Annotated[
+        Literal["auto", Precision],
+        Mark.CHOSEN_BY_AUTO,
+        Mark.SWEEPABLE,
+        Mark.DECIDED_AT_START,
+        KnownAs("amp fp16 bf16 mixed-precision"),
+    ] = "auto"
     """auto: bfloat16 if all devices compute it natively, else float32. 16 bits are mixed: the weights stay float32.
     tf32: float32, with products that NVIDIA's GPUs since Ampere compute faster, from rounded factors."""
     batch_norm: Annotated[Literal["sync", "aggregate", "frozen"], Mark.CHOSEN_BY_AUTO, Mark.SWEEPABLE] = "sync"
@@ -95,7 +120,7 @@ class NetworkOptions:
     )
     """Store images and weights in channels-last memory format; without a value: on. auto: on GPUs, for networks of
     convolutions that --model names and that take such images."""
-    compile: Annotated[bool | CompileMode, Mark.SWEEPABLE] = False
+    compile: Annotated[bool | CompileMode, Mark.SWEEPABLE, KnownAs("torchcompile")] = False
     """Compile the network with torch.compile, in a mode of it; without a value: default. reduce-overhead records CUDA
     graphs, which small networks gain by; max-autotune tries more kernels, and records them, too."""
     gradient_checkpointing: Annotated[bool, Mark.SWEEPABLE] = False

@@ -9,7 +9,7 @@ from typing import Annotated, Literal, NamedTuple, TypeVar, get_args
 
 from annotated_types import Interval
 
-from raytrain.config.option_marks import Mark, Synonym, TakenBy
+from raytrain.config.option_marks import KnownAs, Mark, Synonym, TakenBy
 from raytrain.config.option_values import (
     Accepts,
     Location,
@@ -68,7 +68,14 @@ class Schedule(NamedTuple):
 class OptimisationOptions:
     """How long and how the network learns."""
 
-    epochs: Annotated[PositiveInt, Mark.CHOSEN_BY_AUTO, Mark.COMMON, Mark.SWEEPABLE, Mark.SET_BY_FIND_RATE] = 10
+    epochs: Annotated[
+        PositiveInt,
+        Mark.CHOSEN_BY_AUTO,
+        Mark.COMMON,
+        Mark.SWEEPABLE,
+        Mark.SET_BY_FIND_RATE,
+        KnownAs("max-epochs num-epochs"),
+    ] = 10
     """Passes over the training images."""
     batch_size: Annotated[
         PositiveInt | str | None,
@@ -99,10 +106,16 @@ class OptimisationOptions:
         Mark.COMMON,
         Mark.SWEEPABLE,
         TakenBy("run.build_scheduler"),
+        KnownAs("sched lr-scheduler"),
     ] = "constant"
     """Learning rate after the warm-up; piecewise:0.1/10ep multiplies it by 0.1 every 10 epochs, rising: find-rate."""
     warmup_epochs: Annotated[
-        NonNegativeFloat, Mark.CHOSEN_BY_AUTO, Mark.SWEEPABLE, Mark.SET_BY_FIND_RATE, TakenBy("run.build_scheduler")
+        NonNegativeFloat,
+        Mark.CHOSEN_BY_AUTO,
+        Mark.SWEEPABLE,
+        Mark.SET_BY_FIND_RATE,
+        TakenBy("run.build_scheduler"),
+        KnownAs("warmup"),
     ] = 0.0
     """Epochs of warm-up, in which the learning rate rises linearly from near 0."""
     optimizer: Annotated[
@@ -111,6 +124,7 @@ class OptimisationOptions:
         Mark.COMMON,
         Mark.SWEEPABLE,
         TakenBy("run.build_optimizer"),
+        KnownAs("opt"),
     ] = "sgd"
     """SGD with momentum, or AdamW; LAMB for large batches, or Lion, both from timm."""
     momentum: Annotated[NonNegativeFloat, Mark.CHOSEN_BY_AUTO, Mark.SWEEPABLE, TakenBy("run.build_optimizer")] = 0.9
@@ -137,7 +151,9 @@ class OptimisationOptions:
         float, Interval(gt=0, le=1), Mark.SWEEPABLE, Mark.SHAPES_STATE, TakenBy("run.build_optimizer")
     ] = 1.0
     """Multiplies the learning rate once more for each layer nearer to the images, such as 0.75; for timm's networks."""
-    clip_norm: Annotated[PositiveFloat | None, Mark.SWEEPABLE, TakenBy("clip_grad_norm_")] = None
+    clip_norm: Annotated[
+        PositiveFloat | None, Mark.SWEEPABLE, TakenBy("clip_grad_norm_"), KnownAs("clip-grad grad-clip max-grad-norm")
+    ] = None
     """Scale the gradients of each step down to this Euclidean norm, if theirs is larger."""
     ema_decay: Annotated[
         Annotated[float, Interval(ge=0, lt=1)] | None,
@@ -145,10 +161,11 @@ class OptimisationOptions:
         Mark.SWEEPABLE,
         Mark.SHAPES_STATE,
         TakenBy("WeightAverage"),
+        KnownAs("ema model-ema"),
     ] = None
     """Evaluate and export a moving average of the weights with this decay per step, such as 0.999."""
     label_smoothing: Annotated[
-        float, Interval(ge=0, lt=1), Mark.CHOSEN_BY_AUTO, Mark.SWEEPABLE, TakenBy("run.loss")
+        float, Interval(ge=0, lt=1), Mark.CHOSEN_BY_AUTO, Mark.SWEEPABLE, TakenBy("run.loss"), KnownAs("smoothing")
     ] = 0.0
     """Probability that is spread evenly over all classes."""
     class_weights: Annotated[
@@ -157,7 +174,12 @@ class OptimisationOptions:
     """Weights of the classes in the loss: balanced (inverse to their sizes), or JSON such as {"cat": 2}, or a file."""
     focal_gamma: Annotated[NonNegativeFloat, Mark.SWEEPABLE, TakenBy("run.loss")] = 0.0
     """Focal loss: multiplies an image's loss by (1 - p)^gamma, p being the probability of its class; 2 is usual."""
-    accumulate: Annotated[PositiveInt | Literal["auto"], Mark.SWEEPABLE, TakenBy("batch.microbatches")] = 1
+    accumulate: Annotated[
+        PositiveInt | Literal["auto"],
+        Mark.SWEEPABLE,
+        TakenBy("batch.microbatches"),
+        KnownAs("grad-accum-steps gradient-accumulation-steps accumulate-grad-batches"),
+    ] = 1
     """Compute each global batch in this many microbatches, one by one, to need less memory; auto: as few as fit."""
     gradient_dtype: Annotated[Literal["bfloat16"] | None, Mark.SWEEPABLE] = None
     """bfloat16: gradients travel between the workers at half the bytes, and are added up in float32."""

@@ -59,3 +59,13 @@ class Synonym:
     """Marks an option that has a second flag, for people who come from other trainers."""
 
     flag: str
+
+
+@dataclass(frozen=True)
+class KnownAs:
+    """Marks an option with the flags that other trainers have for it, in one text, without dashes before them.
+
+    They are no flags here: the error for one of them names the option.
+    """
+
+    flags: str

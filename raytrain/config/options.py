@@ -29,7 +29,7 @@ from raytrain.config.network import (
     first_and_full_size,
 )
 from raytrain.config.optimisation import OptimisationOptions, check_optimisation, total_of_workers
-from raytrain.config.option_marks import Mark, Synonym, TakenBy
+from raytrain.config.option_marks import KnownAs, Mark, Synonym, TakenBy
 from raytrain.config.option_values import (
     LOCATION,
     TEXTS,
@@ -55,11 +55,11 @@ _OTHER_METRICS = f"name one of these, or {', '.join(NAMED_METRICS)}"
 class RunOptions:
     """The run and its records."""
 
-    name: Annotated[str | None, Mark.COMMON, Mark.DESCRIBES_RUN] = None
+    name: Annotated[str | None, Mark.COMMON, Mark.DESCRIBES_RUN, KnownAs("experiment exp-name run-name project")] = None
     """Name of the run; by default the recipe's name and the time."""
-    storage: Annotated[str, Mark.COMMON, Mark.DESCRIBES_RUN, Mark.SHARED_PLACE] = option_field(
-        default="./runs", converter=LOCATION
-    )
+    storage: Annotated[
+        str, Mark.COMMON, Mark.DESCRIBES_RUN, Mark.SHARED_PLACE, KnownAs("output out output-dir save-dir log-dir")
+    ] = option_field(default="./runs", converter=LOCATION)
     """Where runs are stored: a folder or a URL (s3://…, gs://…, az://…)."""
     resume: Annotated[bool, Mark.COMMON, Mark.OF_COMMAND, Mark.SET_BY_FIND_RATE] = False
     """Continue the run called --name from its last checkpoint, with its own options; start it if it does not exist."""
@@ -73,7 +73,9 @@ class RunOptions:
     """Seed of the initial weights, the sample order, the augmentation and the images held out for validation."""
     log_every: Annotated[PositiveInt, Mark.SET_BY_FIND_RATE] = 10
     """Steps between rows of the metrics history."""
-    track: Annotated[tuple[str, ...], Mark.OF_COMMAND, Mark.OWN_CODE] = option_field(default=(), converter=TEXTS)
+    track: Annotated[tuple[str, ...], Mark.OF_COMMAND, Mark.OWN_CODE, KnownAs("wandb log-wandb tensorboard logger")] = (
+        option_field(default=(), converter=TEXTS)
+    )
     """Where else to send metrics: tensorboard, mlflow, wandb, prometheus, or package.module:Class of your own."""
     tag: Annotated[tuple[str, ...], Mark.DESCRIBES_RUN] = option_field(default=(), converter=TEXTS)
     """Words to find the run by, with `raytrain runs --filter tag=WORD`."""
@@ -339,20 +341,28 @@ def options_with(mark: Mark) -> tuple[str, ...]:
     return tuple(name for name, hint in hints_of(TrainConfig).items() if mark in marks_of(hint))
 
 
+def option_known_as(name: str) -> str | None:
+    """Return the option that has the second flag ``name``, or that other trainers call so; None if there is none.
+
+    Example: ``option_known_as("amp") == "precision"``
+    """
+    for option, hint in hints_of(TrainConfig).items():
+        for mark in marks_of(hint):
+            flags = [mark.flag] if isinstance(mark, Synonym) else []
+            flags += map(flag, mark.flags.split()) if isinstance(mark, KnownAs) else []
+            if flag(name) in flags:
+                return option
+    return None
+
+
 def similar_options(name: str) -> str:
     """Return `` (did you mean …?)`` with the options that are similar to ``name``; empty text if there are none.
 
-    If ``name`` is the second flag of an option, it names only that one.
+    If ``name`` is the second flag of an option, or its flag in other trainers, it names only that one.
 
     Example: ``similar_options("lr") == " (did you mean learning_rate?)"``
     """
-    by_synonym = {
-        mark.flag: option
-        for option, hint in hints_of(TrainConfig).items()
-        for mark in marks_of(hint)
-        if isinstance(mark, Synonym)
-    }
-    meant = by_synonym.get(flag(name))
+    meant = option_known_as(name)
     return f" (did you mean {meant}?)" if meant else did_you_mean(name, hints_of(TrainConfig))
 
 

@@ -19,9 +19,9 @@ from raytrain import recipes
 from raytrain.config import SECTIONS, ResolvedConfig, TrainConfig
 from raytrain.config.checkpoints import Intervals
 from raytrain.config.optimisation import Schedule
-from raytrain.config.option_marks import Mark
+from raytrain.config.option_marks import KnownAs, Mark
 from raytrain.config.option_values import hints_of
-from raytrain.config.options import options_by_call, options_with
+from raytrain.config.options import marks_of, options_by_call, options_with
 from raytrain.errors import UsageError, flag
 
 
@@ -36,7 +36,12 @@ def resolved(num_workers: int, found: str = "cpu", **given: Any) -> ResolvedConf
 
 @pytest.mark.parametrize(
     ("name", "hint"),
-    [("lr", "did you mean learning_rate?"), ("bs", "did you mean batch_size?"), ("epoch", "did you mean epochs?")],
+    [
+        ("lr", "did you mean learning_rate?"),
+        ("bs", "did you mean batch_size?"),
+        ("epoch", "did you mean epochs?"),
+        ("amp", "did you mean precision?"),
+    ],
 )
 def test_an_option_that_does_not_exist_is_refused_with_the_one_that_was_meant(name: str, hint: str) -> None:
     unknown: dict[str, Any] = {name: 1}
@@ -297,6 +302,18 @@ def test_a_notebook_shows_the_line_with_the_wrong_option() -> None:
 def test_each_option_is_in_one_section() -> None:
     names = [name for section in SECTIONS.values() for name in vars(section())]
     assert sorted(names) == sorted(vars(config()))
+
+
+def test_a_flag_of_another_trainer_is_that_of_one_option_and_no_flag_here() -> None:
+    flags = [
+        flag(name)
+        for hint in hints_of(TrainConfig).values()
+        for mark in marks_of(hint)
+        if isinstance(mark, KnownAs)
+        for name in mark.flags.split()
+    ]
+    assert len(flags) == len(set(flags)) > 50
+    assert not set(flags).intersection(flag(name) for name in hints_of(TrainConfig))
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,28 @@ def test_the_flags_of_no_command_are_known_to_a_typo() -> None:
     assert refused("stop first --hlep") == "There is no option --hlep (did you mean --help?)."
 
 
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        ("--amp", "--precision"),
+        ("--arch vgg11", "--model"),
+        ("--val_dir x", "--validation-data"),
+        ("--gpus=2", "--workers"),
+    ],
+)
+def test_a_flag_of_another_trainer_is_answered_with_the_option(words: str, meant: str) -> None:
+    assert refused(f"train digits --data x {words}").endswith(f" (did you mean {meant}?).")
+
+
+def test_images_without_their_flag_are_recognised(tmp_path: Path) -> None:
+    assert refused(f"train digits {tmp_path}").endswith(f"images are given as --data {tmp_path}.")
+    (tmp_path / "config.json").touch()
+    assert refused(f"train digits --resume {tmp_path}").endswith(
+        f"a run is given as --name {tmp_path.name} --storage {tmp_path.parent}."
+    )
+    assert refused("train digits s3://b/x").endswith("images are given as --data s3://b/x.")
+
+
 def test_an_empty_word_of_a_shell_is_refused() -> None:
     assert refused("train digits --data x --name ''") == "The value of --name is empty; give one, or leave it out."
     assert refused("sweep digits --data x --test-data=").startswith("The value of --test-data is empty")
