@@ -6,15 +6,16 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager, suppress
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from raytrain.config.network import timm_name
-from raytrain.config.user_code import in_one_sentence, no_function
-from raytrain.errors import UsageError, flag
+from raytrain.config.user_code import in_one_sentence, is_of_user
+from raytrain.errors import UsageError, did_you_mean, flag
 
 _RAYTRAINS_NETWORKS = "raytrain.models"
 _OWN_MODULE = "raytrain_own_"  # begins the names of modules imported from files, so that they hide no others
@@ -60,6 +61,43 @@ def load_function(option: str, name: str) -> Callable[..., Any]:
 def load_optional(option: str, name: str | None) -> Callable[..., Any] | None:
     """Import the function that ``option`` names; None if it names none. Raises as :func:`load_function` does."""
     return None if name is None else load_function(option, name)
+
+
+def file_of_function(name: str) -> Path | None:
+    """Return the file of the user's function ``name``; None if its module is not found, or is a library's.
+
+    Nothing is imported, and the file of a name such as "my_loop.py:train" need not exist.
+
+    Example: ``file_of_function("my_loop.py:train") == Path("my_loop.py")``
+    """
+    module = name.rpartition(":")[0]
+    if module.endswith(".py"):
+        return Path(module)
+    package, *inner = module.split(".")
+    spec = find_spec(package)
+    for part in inner:
+        folders = spec and spec.submodule_search_locations
+        spec = PathFinder.find_spec(part, list(folders)) if folders else None
+    file = spec and spec.has_location and spec.origin
+    return Path(file) if file and is_of_user(file) else None
+
+
+def find_spec(package: str, *folders: str) -> Any:
+    """Return the spec of an installed ``package``, or of one in these ``folders``; None if it is not there.
+
+    A package that is imported already, in a way that has left it no spec, gives its name in place of one.
+
+    Example: ``find_spec("torch") is not None``
+    """
+    with suppress(ValueError, ImportError):
+        return importlib.util.find_spec(package) or PathFinder.find_spec(package, list(folders))
+    return package
+
+
+def no_function(option: str, name: str, known: Iterable[str]) -> UsageError:
+    """Return the error for a function ``name`` whose file or module has only the ``known`` names."""
+    place, _, function = name.rpartition(":")
+    return UsageError(f"{option} {name}: {place} has no function {function!r}{did_you_mean(function, known)}.")
 
 
 def import_own_file(path: str | Path) -> ModuleType:

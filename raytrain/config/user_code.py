@@ -2,62 +2,23 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import linecache
 import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Generator, Iterable
+from collections.abc import Generator
 from contextlib import contextmanager, suppress
-from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, cast
 
-from raytrain.errors import RaytrainError, UsageError, did_you_mean, file_title
+from raytrain.errors import RaytrainError, UsageError, file_title
 
 _PACKAGE = os.path.join(Path(__file__).parents[1], "")  # with a slash: raytrain_loops/ beside it is the user's
 _LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 _MAX_LINE_CHARS = 120  # of a line of code that an error shows
 _NOT_TRANSIENT = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
-
-
-def file_of_function(name: str) -> Path | None:
-    """Return the file of the user's function ``name``; None if its module is not found, or is a library's.
-
-    Nothing is imported, and the file of a name such as "my_loop.py:train" need not exist.
-
-    Example: ``file_of_function("my_loop.py:train") == Path("my_loop.py")``
-    """
-    module = name.rpartition(":")[0]
-    if module.endswith(".py"):
-        return Path(module)
-    package, *inner = module.split(".")
-    spec = find_spec(package)
-    for part in inner:
-        folders = spec and spec.submodule_search_locations
-        spec = PathFinder.find_spec(part, list(folders)) if folders else None
-    file = spec and spec.has_location and spec.origin
-    return Path(file) if file and is_of_user(file) else None
-
-
-def find_spec(package: str, *folders: str) -> Any:
-    """Return the spec of an installed ``package``, or of one in these ``folders``; None if it is not there.
-
-    A package that is imported already, in a way that has left it no spec, gives its name in place of one.
-
-    Example: ``find_spec("torch") is not None``
-    """
-    with suppress(ValueError, ImportError):
-        return importlib.util.find_spec(package) or PathFinder.find_spec(package, list(folders))
-    return package
-
-
-def no_function(option: str, name: str, known: Iterable[str]) -> UsageError:
-    """Return the error for a function ``name`` whose file or module has only the ``known`` names."""
-    place, _, function = name.rpartition(":")
-    return UsageError(f"{option} {name}: {place} has no function {function!r}{did_you_mean(function, known)}.")
 
 
 def is_of_user(file: str) -> bool:

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from raytrain.config import TrainConfig
+from raytrain.config.named_functions import file_of_function
 from raytrain.config.option_values import matches
-from raytrain.config.user_code import file_of_function
 from raytrain.errors import current_folder
 from raytrain.launch.job_files import own_functions
 from raytrain.runs.provenance import MAX_CHANGED_FILES, Provenance

@@ -21,7 +21,8 @@ from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any, cast
 
-from raytrain.config.user_code import describe, file_of_function, find_spec, is_of_user, line_of, no_function
+from raytrain.config.named_functions import file_of_function, find_spec, no_function
+from raytrain.config.user_code import describe, is_of_user, line_of
 from raytrain.errors import UsageError, did_you_mean
 from raytrain.training.loop_checks.loop_source import NO_SOURCE, own_code, with_inner_code
 
