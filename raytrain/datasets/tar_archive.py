@@ -157,7 +157,10 @@ class TarArchive(Archive):
         kept = [index for index, reason in enumerate(reasons) if reason is None]
 
         # The folders must be classes, and not parts.
-        folders = read_folders([paths[index] for index in kept], self.name)
+        try:
+            folders = read_folders([paths[index] for index in kept], self.name)
+        except UsageError as error:  # which names options and folders that an archive does not have
+            raise UsageError(f"{error} Unpack the archive for that.") from None
         if folders.parts is not None:
             first, second, *_ = folders.folder_of.values()
             raise UsageError(

@@ -321,6 +321,14 @@ def test_a_tar_of_class_folders(images: Path, tmp_path: Path) -> None:
     assert labels_by_content(tmp_path / "packed") == {one: "cat", other: "dog"}
 
 
+def test_folders_of_a_tar_that_are_no_classes_are_refused_as_those_of_a_folder(images: Path, tmp_path: Path) -> None:
+    content = next(images.rglob("*.png")).read_bytes()
+    for names in (("a/airfield", "b/beach"), ("train", "extra")):
+        tar = write_tar(tmp_path / "x.tar", {f"{name}/{number}.png": content for name in names for number in range(2)})
+        with pytest.raises(UsageError, match=r"no classes; give .* Unpack the archive for that\."):
+            packed(tar, tmp_path / "packed")
+
+
 def test_a_class_folder_of_a_tar_may_be_called_none_and_a_label_file_in_the_tar_is_told(
     images: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
