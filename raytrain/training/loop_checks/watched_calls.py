@@ -20,12 +20,13 @@ A tensor that depends on the batch has a set of marks. All tensors that are comp
 - ``kept``: the tensor was computed in an earlier step. ``now``: it depends on the batch of this one. A loss with the
   first alone is of a batch that is over.
 - ``placed``: rows were written whose places are a part of the batch, such as its first half.
+- ``guard``: the tensor says whether there is any of something, or compares a number with 0 or 1.
 - ``row 3``: the tensor depends on that number of a vector with a number for each image, which Python has taken out of
   it, as a loop over the vector does. This is harmless unless Python compares two of them, as ``sorted`` does.
 
 A note is made only if the loss has a mark when its backward is called, because other uses of a tensor, such as in a
-metric, change no weight. ``statistic``, ``gradient``, ``count``, ``selected``, ``inverse``, ``now`` and rows have no
-note: they only lead to others.
+metric, change no weight. ``statistic``, ``gradient``, ``count``, ``selected``, ``inverse``, ``now``, ``guard`` and
+rows have no note: they only lead to others.
 """
 
 from __future__ import annotations
@@ -242,7 +243,7 @@ class WatchedCalls(TorchFunctionMode):
                 del self._marks[source]
             return result
         self._follow_drawn(name, kwargs.get("generator"), sources, leaves, result)
-        if name == "__bool__" and sources and not _rows_of(self._marks[sources[0]]):
+        if name == "__bool__" and sources and self._is_decision(sources[0]):
             self.numbers.note_decision(result, sys._getframe(1))
         if name == "__setitem__" and args[0] in self._marks and _is_part_of_rows(args[0], args[1], self._num_images):
             self._marks[args[0]].add("placed")
@@ -365,6 +366,14 @@ class WatchedCalls(TorchFunctionMode):
             first, second = (_rows_of(self._marks[source]) for source in sources)
             self._has_compared |= bool(first and second and first != second)
 
+    def _is_decision(self, truth: Tensor) -> bool:
+        """Return whether ``truth``, which Python asks for, compares a number of several images with a limit.
+
+        A guard against an empty selection, as in ``if mask.any():``, is none: nothing would be added to the loss.
+        """
+        marks = self._marks[truth]
+        return truth.dtype == torch.bool and "guard" not in marks and not _rows_of(marks)
+
     def _marks_of(self, call: _Call) -> set[str]:
         """Return the marks for the result of a call: those of all its sources, and those that it adds or takes away."""
         marks: set[str] = set().union(*(self._marks[source] for source in call.sources))
@@ -389,6 +398,13 @@ class WatchedCalls(TorchFunctionMode):
             marks.add("compares")
         if call.name in BENDS and any(map(self._swapped.mixes, call.sources)):
             marks.add("compares")
+
+        # What is computed from the answer of a guard is none.
+        marks.discard("guard")
+        other = call.argument(1, "other")
+        is_with_none = call.name in COMPARISONS and isinstance(other, (int, float)) and other in (0, 1)
+        if call.name in ("any", "all") or is_with_none:
+            marks.add("guard")
 
     def _mark_selections(self, call: _Call, marks: set[str]) -> None:
         """Add ``selected`` to the ``marks`` if the number of the result's rows depends on the images."""
