@@ -58,6 +58,21 @@ def test_lists_of_more_columns_between_blanks_and_remarks_before_them(tmp_path: 
     assert read(tmp_path, "a.csv", "#,path,label\n0,a.jpg,1\n") == {"a.jpg": "1"}
 
 
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("version https://git-lfs.github.com/spec/v1\noid sha256:4d\nsize 12\n", "is a pointer of Git LFS; fetch"),
+        ("\n<!DOCTYPE html><html>\n<body>a.jpg cat\n", "is HTML or XML, such as a page of a web server"),
+    ],
+)
+@pytest.mark.parametrize("name", ["labels.csv", "labels.txt", "labels.json"])
+def test_what_a_download_has_put_in_place_of_a_label_file_is_called_that(
+    content: str, told: str, name: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match=told):
+        read(tmp_path, name, content)
+
+
 def test_labels_in_a_list_may_contain_blanks_behind_names_of_images(tmp_path: Path) -> None:
     rows = {"a b.jpg": "great white shark", "c.jpg": "cat", "d/e.JPEG": "hot dog"}
     assert read(tmp_path, "list.txt", lines(rows, " ")) == rows

@@ -24,7 +24,7 @@ import pyarrow as pa
 import pyarrow.compute
 import pyarrow.csv
 
-from raytrain.data.labels.listing import SUFFIXES
+from raytrain.data.labels.listing import LFS_POINTER, SUFFIXES
 from raytrain.data.labels.part_names import is_part
 from raytrain.data.parquet_size import read_columns
 from raytrain.errors import UsageError, format_count
@@ -76,6 +76,13 @@ def read_table(url: str, key_names: Set[str], label_names: Set[str], option: str
         raise UsageError(
             f"The label file {url} is not in UTF-8, but compressed with {compression}; decompress it, and save it as "
             "text in UTF-8 or as Parquet."
+        )
+    if content.startswith(LFS_POINTER):
+        raise UsageError(f"The label file {url} is a pointer of Git LFS; fetch the file with `git lfs pull`.")
+    if suffix != ".parquet" and content.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"<"):
+        raise UsageError(
+            f"The label file {url} is HTML or XML, such as a page of a web server that asks to log in, and no table; "
+            "fetch it again, or write a table."
         )
     text = "" if suffix == ".parquet" else _decode_text(url, content)
 

@@ -36,7 +36,7 @@ _SYSTEM_FOLDERS = frozenset(
     {"__MACOSX", "@eaDir", "$RECYCLE.BIN", "System Volume Information", "lost+found", "site-packages", "node_modules"}
 )
 _SYSTEM_FILES = frozenset({"Thumbs.db", "ehthumbs.db", "desktop.ini", "Icon\r", "_SUCCESS"})
-_POINTER = b"version https://git-lfs.github.com/spec/"
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _POINTER_BYTES = range(120, 141)  # a pointer of Git LFS is 127 to 134 bytes long
 _SYSTEM_DOTS = re.compile(
     r"\.(git|svn|hg|dvc|cache|ipynb_checkpoints|.*thumb.*|trash.*|apple.*|spotlight.*|fsevents.*|temp.*|tmp.*|document.*|"
@@ -108,7 +108,7 @@ def list_files(store: Store) -> Listing:
     # Git LFS puts a small text in place of an image until somebody fetches that: files of its size are read.
     small_files = [stored.path for stored in candidates if stored.size_bytes in _POINTER_BYTES]
     contents = zip(small_files, store.get_many(small_files), strict=True) if small_files else ()
-    pointers = {path for path, data in contents if isinstance(data, bytes) and data.startswith(_POINTER)}
+    pointers = {path for path, data in contents if isinstance(data, bytes) and data.startswith(LFS_POINTER)}
     listing.left_out[POINTERS] += pointers
     listing.images = sorted(stored for stored in candidates if stored.path not in pointers)
 
