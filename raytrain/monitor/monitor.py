@@ -102,10 +102,12 @@ class RunMonitor:
         self._startup_s: float | None = None
         self._ended_s: float | None = None
 
-    def note_start(self, num_workers: int, step: int) -> None:
+    def note_start(self, num_workers: int, step: int, measures_again: bool = False) -> None:
         """Begin an attempt with ``num_workers`` workers after ``step`` completed steps, and drop later rows.
 
-        The clock of the run, which stood still since the last attempt of another process, goes on.
+        If the attempt ``measures_again`` after this step, the evaluation of it is dropped, too: an earlier attempt was
+        killed before its next checkpoint. The clock of the run, which stood still since the last attempt of another
+        process, goes on.
         """
         with self._lock:
             self._attempt += 1
@@ -126,7 +128,7 @@ class RunMonitor:
             self._started_at = self._clock()
 
             # Go back to the state after ``step``.
-            self._history.rewind(step)
+            self._history.rewind(step, measures_again=measures_again)
             rows = self._history.sample.rows
             self._step = step
             self._first = None

@@ -82,10 +82,17 @@ class History:
         self._changed.set()
         return new
 
-    def rewind(self, step: int) -> None:
-        """Drop the metrics after ``step``: a run that resumes from that step's checkpoint records them again."""
-        self.sample.keep(lambda row: row.step <= step)
-        self._metrics.cut(lambda row: row.step <= step)
+    def rewind(self, step: int, *, measures_again: bool = False) -> None:
+        """Drop the metrics after ``step``: a run that resumes from that step's checkpoint records them again.
+
+        With ``measures_again``, drop what was measured after this step, too.
+        """
+
+        def is_kept(row: MetricRow) -> bool:
+            return row.step < step or (row.step == step and (row.kind == "step" or not measures_again))
+
+        self.sample.keep(is_kept)
+        self._metrics.cut(is_kept)
         self._changed.set()
 
     def flush(self) -> None:

@@ -67,8 +67,11 @@ class Reporter(DecodeReporter, Protocol):
     All calls but ``flush`` return at once.
     """
 
-    def note_start(self, num_workers: int, step: int) -> None:
-        """Note that ``num_workers`` workers begin to train, after ``step`` completed steps."""
+    def note_start(self, num_workers: int, step: int, measures_again: bool = False) -> None:
+        """Note that ``num_workers`` workers begin to train, after ``step`` completed steps.
+
+        With ``measures_again``, they measure the state after these steps, of which an earlier attempt may have a row.
+        """
 
     def record(self, row: MetricRow) -> None:
         """Add a row to the run's metrics history."""

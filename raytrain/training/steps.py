@@ -174,7 +174,8 @@ class Steps:
             self.end_batch()
         if self.phase is LoopPhase.BETWEEN_BATCHES and self._is_at_end_of_epoch():
             self.end_epoch(evaluate)
-        elif self._evaluation_is_due() and self.progress.evaluated_step != self.progress.step:
+        elif self._measures_again():
+            self.report_start()  # drops the row of an earlier attempt
             evaluate()
         if self.progress.step >= self._plan.num_steps:
             self.phase = LoopPhase.OVER
@@ -437,6 +438,10 @@ class Steps:
         every = self._config.evaluate_every * self._plan.steps_per_epoch
         return every > 0 and self.progress.step > 0 and self.progress.step % every == 0
 
+    def _measures_again(self) -> bool:
+        """Return whether an evaluation is due after the last completed step that its checkpoint does not have."""
+        return self._evaluation_is_due() and self.progress.evaluated_step != self.progress.step
+
     def save_before_own_evaluation(self) -> None:
         """Write a checkpoint before the loop's own evaluation, which may fail, runs for the first time in an attempt.
 
@@ -566,7 +571,7 @@ class Steps:
     def report_start(self) -> None:
         """Report, once in an attempt, that the workers train; then the driver begins to read ahead."""
         if self._worker.rank == 0 and not self._start_is_reported:
-            self._reporter.note_start(self._worker.world_size, self.progress.step)
+            self._reporter.note_start(self._worker.world_size, self.progress.step, self._measures_again())
         self._start_is_reported = True
 
     def report_once(self, note: str) -> None:

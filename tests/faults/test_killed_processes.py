@@ -200,6 +200,46 @@ def test_an_evaluation_of_the_loops_own_that_fails_loses_no_step(
     assert_same_weights(mended, undisturbed)
 
 
+class DiesAfterEvaluation:
+    """State that ends its process, once, when it is saved after an evaluation."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker, self.has_evaluated = marker, False
+
+    def evaluate(self) -> dict[str, float]:
+        self.has_evaluated = True
+        return {"accuracy": 0.5}
+
+    def state_dict(self) -> dict[str, int]:
+        if self.has_evaluated and not self.marker.exists():
+            self.marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return {}
+
+    def load_state_dict(self, state: dict[str, int]) -> None: ...
+
+
+def with_dying_state(run: raytrain.Run, *, marker: Path) -> None:
+    model = run.prepare(run.build_model())
+    optimizer = run.prepare(run.build_optimizer(model))
+    state = run.prepare(DiesAfterEvaluation(marker))
+    for epoch in run.epochs(evaluate=state.evaluate):
+        for batch in epoch:
+            optimizer.zero_grad()
+            run.loss(model(batch.images), batch.targets).backward()
+            optimizer.step()
+
+
+def test_a_worker_that_is_killed_between_an_evaluation_and_its_checkpoint_leaves_one_row_of_it(
+    backend: str, images: Path, tmp_path: Path
+) -> None:
+    marker = tmp_path / "killed"
+    options = config(images, tmp_path / "runs", backend=backend, epochs=2)
+    assert raytrain.train(options, loop=partial(with_dying_state, marker=marker)).status == "finished"
+    rows = read_run(str(tmp_path / "runs"), "run").metrics
+    assert marker.exists() and [row.step for row in rows if row.kind == "evaluation"] == [5, 10]
+
+
 def test_a_run_whose_raylet_was_killed_says_so_and_keeps_its_checkpoint(images: Path, tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.getcwd()}
     endless = command(images, tmp_path, "--epochs", "1000", *LAUNCH["ray"])

@@ -109,7 +109,7 @@ class Recorder:
         self.skipped: list[SkippedImage] = []
         self.on_cpu: Counter[str] = Counter()
 
-    def note_start(self, num_workers: int, step: int) -> None:
+    def note_start(self, num_workers: int, step: int, measures_again: bool = False) -> None:
         self.started_after.append(step)
 
     def flush(self) -> None: ...

@@ -107,6 +107,19 @@ def test_a_resumed_run_continues_the_history_after_its_checkpoint(store: Any) ->
     assert second.skipped_images == [SkippedImage("a.jpg", "truncated")]
 
 
+def test_an_evaluation_that_will_be_repeated_is_dropped(store: Any) -> None:
+    evaluation = MetricRow(kind="evaluation", step=20, epoch=1, metrics={"accuracy": 0.5})
+    first = History(store)
+    for row in (step_row(10), step_row(20), evaluation, step_row(30)):
+        first.record(row)
+    first.close()
+    for measures_again, num_kept in ((False, 3), (True, 2)):
+        second = History(store)
+        second.rewind(20, measures_again=measures_again)
+        second.close()
+        assert len(read_metrics(store)) == len(second.sample.rows) == num_kept
+
+
 def test_a_rewind_before_the_first_row_empties_the_history(store: Any) -> None:
     history = History(store)
     history.record(step_row(10))

@@ -287,8 +287,8 @@ class SocketReporter:
 
     # Reports and questions of training.
 
-    def note_start(self, num_workers: int, step: int) -> None:
-        self._call(Coordinator.note_start, num_workers, step)
+    def note_start(self, num_workers: int, step: int, measures_again: bool = False) -> None:
+        self._call(Coordinator.note_start, num_workers, step, measures_again)
 
     def record(self, row: MetricRow) -> None:
         self._call(Coordinator.record, row)

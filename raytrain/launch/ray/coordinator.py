@@ -161,8 +161,8 @@ class RayCoordinator(Coordinator):
         """Return the placement group of the newest attempt."""
         return self._reserved
 
-    def note_start(self, num_workers: int, step: int) -> None:
-        super().note_start(num_workers, step)
+    def note_start(self, num_workers: int, step: int, measures_again: bool = False) -> None:
+        super().note_start(num_workers, step, measures_again)
         self._workers_train.set()
 
     def measured_on(self, use: MachineUse, node_id: str) -> None:

@@ -303,8 +303,8 @@ class RayReporter:
         if watch:
             threading.Thread(target=self._wait_for_stop_request, daemon=True, name="stop-watch").start()
 
-    def note_start(self, num_workers: int, step: int) -> None:
-        self._coordinator.note_start.remote(num_workers, step)
+    def note_start(self, num_workers: int, step: int, measures_again: bool = False) -> None:
+        self._coordinator.note_start.remote(num_workers, step, measures_again)
 
     def record(self, row: MetricRow) -> None:
         self._coordinator.record.remote(row)
