@@ -63,11 +63,16 @@ def check_at(times: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
         checked.check()
 
 
-def test_workers_that_a_busy_machine_starts_late_may_wait_as_long(
-    table: dict[str, dict[str, str]], monkeypatch: pytest.MonkeyPatch
+def test_workers_that_a_busy_machine_starts_late_may_wait_as_long_and_one_line_says_what_for(
+    table: dict[str, dict[str, str]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     table["1f" + OURS] = {"state": "PENDING"}
-    check_at([100, 105, 125], monkeypatch)
+    check_at([100, 105], monkeypatch)
+    assert not caplog.messages
+    check_at([100, 105, 112, 125], monkeypatch)
+    [line] = caplog.messages
+    assert "no room for 2 workers of 1 CPU each: the cluster has 0.5 CPUs free" in line
+    assert line.endswith("the run begins if there is room within 28 s, and ends otherwise.")
     with pytest.raises(UsageError, match="no room for 2 workers"):
         check_at([100, 105, 125, 145], monkeypatch)
 

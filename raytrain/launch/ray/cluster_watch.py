@@ -90,6 +90,7 @@ def _hardware_and_problems(timeout_s: float) -> tuple[Hardware, list[str]] | Non
 
 
 PLACED_WITHIN_S = 40.0
+_WAIT_REPORTED_AFTER_S = 10.0
 POLL_EVERY_S = 5.0
 _SILENT_S = 30.0  # longer than a question and its answer take
 
@@ -106,7 +107,7 @@ class CapacityCheck:
         self._is_reported = False
 
     def check(self, *, is_starting: bool = True, is_stopping: bool = False) -> None:
-        """Raise UsageError if workers have waited too long for room in the cluster at the start of a run.
+        """Raise UsageError if the same workers have waited too long at the start of a run; before, a warning says so.
 
         A run that has trained before (``is_starting`` is False) goes on waiting, because other jobs may end: then a
         warning says so. If such a run has been asked to stop (``is_stopping``), KeyboardInterrupt is raised instead,
@@ -127,32 +128,35 @@ class CapacityCheck:
 
         # A placement group that has been placed is forgotten: if it waits again, its time begins anew.
         since = self._waiting_since
-        waited_too_long = any(now - since[group_id] >= PLACED_WITHIN_S for group_id in waiting & since.keys())
+        waited_s = max((now - since[group_id] for group_id in waiting & since.keys()), default=-1.0)
         self._waiting_since = {group_id: since.get(group_id, now) for group_id in waiting}
-        if not waited_too_long:
-            # Once nothing waits any more, the next wait gets a warning of its own.
-            self._is_reported = self._is_reported and bool(waiting)
-            return
-        if not is_starting and is_stopping:
+        # Once nothing waits any more, the next wait gets a warning of its own.
+        self._is_reported = self._is_reported and bool(waiting)
+        waited_too_long = waited_s >= PLACED_WITHIN_S
+        if waited_too_long and not is_starting and is_stopping:
             raise KeyboardInterrupt
-        if not is_starting and self._is_reported:
+        if waited_too_long and is_starting:
+            raise UsageError(f"{self._no_room(free_resources)}wait for them, or ask for fewer --workers.")
+        if self._is_reported or waited_s < (_WAIT_REPORTED_AFTER_S if is_starting else PLACED_WITHIN_S):
             return
+        then = "the run goes on when there is room"
+        if is_starting:
+            then = f"the run begins if there is room within {PLACED_WITHIN_S - waited_s:.0f} s, and ends otherwise"
+        _log.warning("%s%s.", self._no_room(free_resources), then)
+        self._is_reported = True
 
-        # Say what a worker wants, and what there is.
+    def _no_room(self, free_resources: Mapping[str, float]) -> str:
+        """Return the beginning of a sentence: what a worker wants, and what the cluster has free."""
         placement = self._placement
         wanted_by_worker = format_count(placement.cpus, "CPU")
         unused = format_count(free_resources.get("CPU", 0.0), "CPU")
         if placement.device == "cuda":
             wanted_by_worker += f" and 1 {device_kind(placement.accelerator_type, placement.device)}"
             unused += f" and {format_count(free_resources.get('GPU', 0.0), 'GPU')}"
-        sentence = (
+        return (
             f"There is no room for {format_count(placement.min_workers, 'worker')} of {wanted_by_worker} each: the "
             f"cluster has {unused} free, and other jobs use the rest; "
         )
-        if is_starting:
-            raise UsageError(f"{sentence}wait for them, or ask for fewer --workers.")
-        _log.warning("%sthe run goes on when there is room.", sentence)
-        self._is_reported = True
 
     def close(self) -> None:
         """End the thread that asks."""
