@@ -21,7 +21,7 @@ from raytrain.runs.outcome import Outcome, Progress
 from raytrain.training import auto_accumulate as memory
 from raytrain.training import loop
 from raytrain.training.batches.augment_and_normalise import Augment
-from raytrain.training.batches.batch import Epoch
+from raytrain.training.batches.batch import BATCH_HAS, Batch, Epoch
 from raytrain.training.batches.device_batches import DeviceBatches
 from raytrain.training.checkpoint import Checkpoints
 from raytrain.training.checkpoint_state import CheckpointState
@@ -277,12 +277,31 @@ def _common_mistake(error: BaseException, world_size: int) -> str | None:
             "BatchNorm layers, whose statistics run.prepare joins over the workers."
         )
 
-    # The loop uses run.epochs() like a loader, whose items are batches.
+    return _wrong_use_of_batches(error, message, line)
+
+
+def _wrong_use_of_batches(error: BaseException, message: str, line: str) -> str | None:
+    """Return the sentence on a loop that takes the run, an epoch or a batch for what a loader has; else None.
+
+    The ``message`` of a TypeError names the class of the object.
+    """
+    how_to_loop = "write `for epoch in run.epochs():`, and in it `for batch in epoch:`."
+    epoch_has = (
+        "an epoch has epoch.number, counted from 0, and len(epoch), the number of its batches, which `for batch in "
+        "epoch:` gives."
+    )
+    if isinstance(error, AttributeError) and isinstance(error.obj, Batch):
+        return f"The loop takes batch.{error.name} ({line}); a batch has {BATCH_HAS}."
     if isinstance(error, AttributeError) and isinstance(error.obj, Epoch):
-        return (
-            f"The loop takes an epoch for a batch ({line}); write `for epoch in run.epochs():`, and in it `for batch "
-            "in epoch:`."
-        )
+        # The loop uses run.epochs() like a loader, whose items are batches, or an epoch like one, which has a data set.
+        if error.name in (*Batch.__dataclass_fields__, *vars(Batch)):
+            return f"The loop takes an epoch for a batch ({line}); {how_to_loop}"
+        return f"The loop takes epoch.{error.name} ({line}); {epoch_has}"
+    if isinstance(error, TypeError) and re.search(r"'Epoch'|\bEpoch\.__|not Epoch\b", message):
+        return f"The loop takes an epoch for a number or a list ({line}); {epoch_has}"
+    goes_over_method = "'method' object is not iterable" in message and "run.epochs" in line
+    if isinstance(error, TypeError) and ("'Run' object is not iterable" in message or goes_over_method):
+        return f"The loop goes over the run, or its method, in place of its epochs ({line}); {how_to_loop}"
     return None
 
 

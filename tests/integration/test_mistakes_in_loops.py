@@ -172,16 +172,56 @@ def takes_a_mean_before_a_batch(run: Run) -> None:
     run.mean(torch.ones(()), 1.0)
 
 
-def takes_an_epoch_for_a_batch(run: Run) -> None:
-    model, _ = prepared(run)
-    for batch in run.epochs():
-        model(batch.images)  # pyright: ignore[reportAttributeAccessIssue]
+def in_epochs(use: Callable[[Any], object]) -> Loop:
+    """A loop that does something else with each epoch than going over it."""
+
+    def loop(run: Run) -> None:
+        prepared(run)
+        for epoch in run.epochs():
+            use(epoch)
+
+    return loop
 
 
-def test_an_epoch_is_no_batch(tmp_path: Path) -> None:
-    sentence = r"takes an epoch for a batch \(test_mistakes_in_loops.py, line \d+: `model.*\); write `for epoch"
+def in_batches(use: Callable[[Any], object]) -> Loop:
+    return in_epochs(lambda epoch: [use(batch) for batch in epoch])
+
+
+def goes_over_the_run(run: Any) -> None:
+    prepared(run)
+    for _ in run:
+        pass
+
+
+def goes_over_the_method(run: Any) -> None:
+    prepared(run)
+    for _ in run.epochs:
+        pass
+
+
+LOOP_OVER_BATCHES = r"\(test_mistakes_in_loops.py, line \d+: `.*\); write `for epoch in run.epochs"
+EPOCH_HAS = r"\(test_mistakes_in_loops.py, line \d+: `.*\); an epoch has epoch.number, .* and len\(epoch\)"
+
+
+@pytest.mark.parametrize(
+    ("loop", "sentence"),
+    [
+        (in_epochs(lambda epoch: epoch.images), f"takes an epoch for a batch {LOOP_OVER_BATCHES}"),
+        (in_epochs(lambda epoch: epoch.microbatches()), f"takes an epoch for a batch {LOOP_OVER_BATCHES}"),
+        (in_epochs(lambda epoch: len(epoch.dataset)), f"takes epoch.dataset {EPOCH_HAS}"),
+        (in_epochs(lambda epoch: epoch % 10), f"takes an epoch for a number or a list {EPOCH_HAS}"),
+        (in_epochs(lambda epoch: f"{epoch:3d}"), f"takes an epoch for a number or a list {EPOCH_HAS}"),
+        (in_epochs(lambda epoch: "%d" % epoch), f"takes an epoch for a number or a list {EPOCH_HAS}"),  # noqa: UP031
+        (in_epochs(lambda epoch: epoch[0]), f"takes an epoch for a number or a list {EPOCH_HAS}"),
+        (in_batches(lambda batch: batch["labels"]), r"takes batch\['labels'\]; a batch has attributes, .* labels,"),
+        (in_batches(lambda batch: batch.image), r"takes batch.image \(.*\); a batch has images, labels,"),
+        (goes_over_the_run, f"goes over the run, .* {LOOP_OVER_BATCHES}"),
+        (goes_over_the_method, f"goes over the run, .* {LOOP_OVER_BATCHES}"),
+    ],
+)
+def test_what_is_no_loader_nor_a_batch_of_one_is_explained(loop: Loop, sentence: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=sentence):
-        train_loop(takes_an_epoch_for_a_batch, tmp_path)
+        train_loop(loop, tmp_path)
 
 
 @pytest.mark.parametrize(

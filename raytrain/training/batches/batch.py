@@ -14,6 +14,8 @@ from raytrain.errors import UsageError
 from raytrain.training.exact import images_of_tensors
 from raytrain.training.exact.images_of_tensors import LocalImages
 
+BATCH_HAS = "images, labels, targets, samples, step, epoch and num_used"  # as sentences name it
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -52,8 +54,13 @@ class Batch:
         images_of_tensors.expect(self.images)
         return iter((self.images, self.labels))
 
-    def __getitem__(self, index: int) -> Tensor:
-        """Return the images for 0 and the labels for 1, like a pair from torch's ``DataLoader``."""
+    def __getitem__(self, index: int | str) -> Tensor:
+        """Return the images for 0 and the labels for 1, like a pair from torch's ``DataLoader``.
+
+        Raises UsageError for a name, by which other loaders give parts of a batch.
+        """
+        if isinstance(index, str):
+            raise UsageError(f"The loop takes batch[{index!r}]; a batch has attributes, as batch.images: {BATCH_HAS}.")
         return tuple(self)[index]
 
     def to(self, *device: Any, **options: Any) -> Batch:
