@@ -306,12 +306,13 @@ class PreparedModels(ExactNetworks):
         return digest_of_tensors(self._tensors().values()).flatten().tolist()
 
     def digest_of_weights(self) -> Tensor:
-        """Return sums of the weights that can learn, (k, 4), which change if the weights do.
+        """Return sums of the weights, (k, 4), which change if the weights do; (0, 4) if none of them can learn.
 
-        They are on the device, so that the host does not wait for it.
+        Otherwise weights without gradients count, too: a loop may compute them, as the gradient of a whole epoch for
+        SVRG. The sums are on the device, so that the host does not wait for it.
         """
-        weights = (weight for model in self.trained for weight in model.parameters())
-        return digest_of_tensors(weight for weight in weights if weight.requires_grad)
+        weights = [weight for model in self.trained for weight in model.parameters()]
+        return digest_of_tensors(weights if any(weight.requires_grad for weight in weights) else [])
 
     def check_agreement(self, step: int) -> None:
         """Raise UsageError, on all workers, if they differ in a weight or a buffer after ``step`` steps."""

@@ -119,7 +119,6 @@ class Run:
         self._open_epochs: Generator[Epoch, None, None] | None = None  # over which the loop goes
         self._open_batches: Generator[Batch, None, None] | None = None  # of the current epoch
         self._measured_part: Part = "validation"
-        self._has_compared_weights = False  # before and after the first epoch of this attempt
         self._has_asked_for_images = False  # True once an evaluation has called evaluation_batches
         self._held_parameters: list[nn.Parameter] = []  # not trained while the head learns alone
         seed_generators(mix(self.config.seed), self.device)  # a loop's own networks start the same on every worker
@@ -294,11 +293,12 @@ class Run:
     ) -> Generator[Batch, None, None]:
         """Yield the batches of an epoch before ``last_step``, counted from 0, augmented and mixed.
 
-        Between two of them, the step is ended, and a checkpoint is written if one is due. After the first epoch of an
-        attempt, a note is reported if no weight has changed.
+        Between two of them, the step is ended, and a checkpoint is written if one is due. After the first epoch of the
+        run, a note is reported if no weight has changed.
         """
         first_step = self.progress.step
-        digest_before = None if self._has_compared_weights else self.models.digest_of_weights()
+        # A resume may begin with an epoch that trains nothing, such as one for the statistics of batch norm.
+        digest_before = None if first_step else self.models.digest_of_weights()
         while not self.steps.is_over and self.progress.step < last_step:
             # Begin the step of the next batch.
             self.files.keep_changes()
@@ -320,9 +320,8 @@ class Run:
             if self.steps.end_batch():
                 break
 
-        # After the first epoch of an attempt, see that the loop has trained. A digest without rows means that no weight
+        # After the first epoch of the run, see that the loop has trained. A digest without rows means that no weight
         # can learn, as in a loop that has prepared no network.
-        self._has_compared_weights = True
         if (
             digest_before is not None
             and len(digest_before)

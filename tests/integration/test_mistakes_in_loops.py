@@ -450,6 +450,32 @@ def forgets_its_optimizer(run: Run) -> None:
             cross_entropy(model, batch).backward()
 
 
+def begins_with_the_gradient_of_an_epoch(run: Run) -> None:
+    """As SVRG: its first epoch changes no weight that learns."""
+    model, optimizer = prepared(run)
+    whole = run.prepare(copy.deepcopy(model).requires_grad_(False))
+    for epoch in run.epochs():
+        for batch in epoch:
+            optimizer.zero_grad()
+            cross_entropy(model, batch).backward()
+            if epoch.number:
+                optimizer.step()
+            else:
+                for kept, weight in zip(whole.parameters(), model.parameters(), strict=True):
+                    assert weight.grad is not None
+                    kept += weight.grad
+
+
+def measures_statistics_in_each_second_epoch(run: Run) -> None:
+    model, optimizer = prepared(run)
+    for epoch in run.epochs():
+        for batch in epoch:
+            if epoch.number % 2:
+                model(batch.images)
+            else:
+                learn(model, optimizer, batch)
+
+
 def returns_a_number(run: Run) -> float:
     to_the_end(run)
     return 0.5
@@ -471,6 +497,13 @@ def test_a_loop_that_learns_nothing_or_returns_something_is_told_so(loop: Loop, 
     for right in (to_the_end, steps_what_is_left_after_the_epoch):
         notes = train_loop(right, tmp_path / right.__name__).notes
         assert not [note for note in notes if not note.startswith("--")]
+
+
+def test_an_epoch_without_a_step_of_an_optimizer_is_not_reported(tmp_path: Path) -> None:
+    notes = train_loop(begins_with_the_gradient_of_an_epoch, tmp_path / "svrg").notes
+    train_loop(measures_statistics_in_each_second_epoch, tmp_path / "statistics", recorder=Recorder(6))
+    notes += train_loop(measures_statistics_in_each_second_epoch, tmp_path / "statistics").notes
+    assert not [note for note in notes if not note.startswith("--")]
 
 
 def test_a_stopped_loop_that_gets_each_batch_ahead_is_told_what_it_loses(tmp_path: Path) -> None:
