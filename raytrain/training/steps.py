@@ -153,6 +153,7 @@ class Steps:
         self._start_is_reported = False
         self._reported_notes: set[str] = set()
         self._has_tried_own_evaluation = False
+        self._frozen_before_epochs: set[str] = set()  # names of weights
         self._saved_digest: list[float] | None = None  # of the networks, in the checkpoint of the run's last step
 
     @property
@@ -170,6 +171,8 @@ class Steps:
 
         If the run resumes after a step whose evaluation is due, and was stopped before that, ``evaluate`` now.
         """
+        weights = [named for model in self._models.trained for named in model.named_parameters()]
+        self._frozen_before_epochs = {name for name, weight in weights if not weight.requires_grad}
         if self.in_batch:
             self.end_batch()
         if self.phase is LoopPhase.BETWEEN_BATCHES and self._is_at_end_of_epoch():
@@ -410,12 +413,17 @@ class Steps:
             self._late_hook = None
 
     def _report_changed_freezing(self) -> None:
-        """Report weights that learn after the first step of a resume, and did not before, or the other way round."""
+        """Report weights that learn after the first step of a resume, and did not before, or the other way round.
+
+        After a resume at the start of an epoch this may be meant: the loop may unfreeze weights there, or freeze them.
+        So weights that learn then are not reported, and frozen ones only if they were so before the first epoch.
+        """
         is_frozen_now, learns_now = self._state.frozen_differently()
+        resumed_within_epoch = (self.progress.step - 1) % self._plan.steps_per_epoch > 0
+        if not resumed_within_epoch:
+            is_frozen_now = [name for name in is_frozen_now if name in self._frozen_before_epochs]
         if is_frozen_now:
             self.report_once(_FROZEN_NOW.format(names=some_of(is_frozen_now)))
-        # Weights that learn since a resume at the start of an epoch may be meant: the loop may unfreeze them there.
-        resumed_within_epoch = (self.progress.step - 1) % self._plan.steps_per_epoch > 0
         if learns_now and resumed_within_epoch:
             self.report_once(_LEARNS_NOW.format(names=some_of(learns_now)))
 

@@ -104,6 +104,8 @@ def test_what_is_prepared_after_the_first_epoch_has_begun_is_refused_at_once(tmp
         (lambda model, number: number >= 1 and model[1].requires_grad_(True), 3, None),
         (lambda model, number: number == 1 and model[3].bias.requires_grad_(False), 7, "learn now"),
         (lambda model, number: number >= 1 and model[3].bias.requires_grad_(False), 7, None),
+        (lambda model, number: number >= 1 and model[3].bias.requires_grad_(False), 2, None),
+        (lambda model, number: number == 1 and model[1].requires_grad_(True), 5, "are frozen now"),
     ],
 )
 def test_layers_that_learn_only_on_one_side_of_a_resume_are_named(
