@@ -14,8 +14,8 @@ from raytrain.config import TrainConfig
 from raytrain.config.optimisation import is_per_worker
 from raytrain.config.option_marks import Mark
 from raytrain.config.option_values import matches
-from raytrain.config.options import options_with, similar_options
-from raytrain.errors import UsageError, option_name
+from raytrain.config.options import option_known_as, options_with
+from raytrain.errors import UsageError, did_you_mean, option_name
 
 Sampler = Literal["grid", "random", "tpe", "cmaes", "gp", "qmc"]
 """Who chooses the points: every combination, chance, or a sampler of Optuna's."""
@@ -73,8 +73,16 @@ def parse(words: Sequence[str]) -> Space:
         name = flag.removeprefix("--").replace("-", "_")
         if name in space:
             raise UsageError(f"--vary names {flag} twice; give all of its values at once, with commas.")
+        if name not in kinds and space and "=" not in word:
+            before = list(space)[-1]
+            raise UsageError(
+                f"--vary: {word!r} is no option with values; write all values of one with commas, as in "
+                f"{option_name(before)}=VALUE,{word}."
+            )
         if name not in kinds:
-            hint = option_name(similar_options(name))
+            meant = option_known_as(name)
+            hint = f" (did you mean {meant}?)" if meant in kinds else did_you_mean(name, kinds)
+            hint = option_name(hint)
             problem = f"there is no option {flag!r}{hint}"
             if name in (field.name for field in dataclasses.fields(TrainConfig)):
                 hint, problem = "", f"{flag} is the same for all trials of a sweep"
@@ -248,5 +256,6 @@ def _value(flag: str, text: str, kind: Any) -> Value:
     except (KeyError, ValueError):
         value = None
     if value is None or text == "" or (kind is float and not math.isfinite(value)):
-        raise UsageError(f"--vary {flag}: {text!r} is not {_NAME_OF_KIND[kind]}.")
+        ranges = f", or {flag}=LOW..HIGH" if kind in (int, float) else ""
+        raise UsageError(f"--vary {flag}: {text!r} is not {_NAME_OF_KIND[kind]}; write {flag}=VALUE,VALUE{ranges}.")
     return value

@@ -112,6 +112,14 @@ def test_a_logarithmic_range_covers_all_decades_evenly() -> None:
         ("learning-rate", "learning-rate has no values"),
         ("learning-rate=fast", "'fast' is not a number"),
         ("learning-rate=0.1,", "'' is not a number"),
+        (
+            "learning-rate=0.1-1",
+            "'0.1-1' is not a number; write learning-rate=VALUE,VALUE, or learning-rate=LOW..HIGH.",
+        ),
+        (
+            "learning-rate=0.1 0.2",
+            "'0.2' is no option with values; write all values of one with commas, as in learning-",
+        ),
         ("learning-rate=nan", "'nan' is not a number"),
         ("epochs=1.5", "'1.5' is not a whole number"),
         ("epochs=2/worker", "'2/worker' is not a whole number"),
@@ -123,7 +131,7 @@ def test_a_logarithmic_range_covers_all_decades_evenly() -> None:
 )
 def test_a_wrong_search_space_is_refused_in_one_sentence(word: str, sentence: str) -> None:
     with pytest.raises(UsageError) as raised:
-        parse([word])
+        parse(word.split())
     assert sentence in str(raised.value)
 
 
