@@ -31,6 +31,7 @@ except ray.exceptions.RaySystemError:
 """
 
 
+@pytest.mark.slow
 def test_ray_may_be_imported_first_and_a_call_after_the_connection_ended_starts_no_cluster(tmp_path: Path) -> None:
     """The path of the temporary folder is too long for sockets. Processes are forked, without a runtime environment."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}

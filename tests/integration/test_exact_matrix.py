@@ -34,7 +34,7 @@ def test_every_pair_of_option_values_occurs_in_a_run() -> None:
             assert tuple(zip((one, other), pair, strict=True)) in covered
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, FIVE])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.slow), FIVE])
 def test_workers_compute_what_one_process_computes(world_size: int) -> None:
     for name, case in chosen_cases(world_size).items():
         model, rows = alone(case, world_size)

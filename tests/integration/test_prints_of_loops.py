@@ -65,7 +65,7 @@ def printing(run: raytrain.Run) -> None:
 
 
 @pytest.mark.usefixtures("new_agents")
-@pytest.mark.parametrize("backend", ["local", "ray"])
+@pytest.mark.parametrize("backend", ["local", pytest.param("ray", marks=pytest.mark.slow)])
 def test_each_line_is_shown_with_its_worker(
     backend: str, images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

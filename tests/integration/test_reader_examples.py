@@ -78,6 +78,7 @@ print("each sample once")
 """
 
 
+@pytest.mark.slow
 def test_lightning_resumes_in_the_middle_of_an_epoch_with_each_sample_once(folder: Path) -> None:
     (folder / "resumes.py").write_text(_RESUMES)
     assert "each sample once" in run(folder, sys.executable, "resumes.py")

@@ -174,7 +174,8 @@ def test_what_the_options_alone_refuse_is_refused_in_a_sentence(folder: Path) ->
         assert code == "2" and "unexpected" not in answer and "Traceback" not in answer, answer
 
 
-@pytest.mark.parametrize("kind", [pytest.param("an empty folder", marks=pytest.mark.slow), "one class"])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["an empty folder", "one class"])
 def test_it_is_refused_while_imports_are_slow(folder: Path, kind: str, tmp_path: Path) -> None:
     options, says = REFUSED[kind]
     (tmp_path / "sitecustomize.py").write_text(SLOW_IMPORTS)
