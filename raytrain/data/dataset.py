@@ -195,7 +195,8 @@ def open_dataset(config: TrainConfig, run_store: Store | None = None) -> Dataset
 
     held_out_format = evaluation_format(config)
     mean, std = _mean_std(config, stores["train"], train, held_out_format)
-    if config.mean is not None and config.std is not None:  # otherwise, measuring them has told the same
+    # Measuring them has told the same, and a run that resumes has told it before.
+    if config.mean is not None and config.std is not None and train is not stored_train:
         look_for_black_and_white(stores["train"], train, held_out_format, config.seed)
 
     # Held-out images may be in the store of the training images, whichever way they were found there.

@@ -66,9 +66,13 @@ def test_images_without_anything_to_see_are_reported_with_numbers(
 
     # They are looked for, too, if nothing has to be measured.
     caplog.clear()
-    open_dataset(auto(data=str(tmp_path), mean=(0.5,) * 3, std=(0.5,) * 3))
+    config, run_store = auto(data=str(tmp_path), mean=(0.5,) * 3, std=(0.5,) * 3), open_store(str(tmp_path / ".run"))
+    open_dataset(config, run_store).write(run_store)
     lines = "".join(line for line in caplog.messages if "that were measured" in line)
     assert (told.rpartition("are ")[2] in lines and "of 6 training images" in lines) if told else not lines
+    caplog.clear()
+    open_dataset(config, run_store)  # of a run that resumes
+    assert "that were measured" not in caplog.text
 
 
 def test_they_are_of_images_of_the_size_that_is_chosen_when_the_images_are_known(tmp_path: Path) -> None:
