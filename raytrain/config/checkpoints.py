@@ -62,7 +62,7 @@ class CheckpointOptions:
     keep_checkpoints: Annotated[PositiveInt, Mark.SET_BY_FIND_RATE, KnownAs("checkpoint-hist save-top-k")] = 2
     """Number of newest checkpoints to keep, besides the best."""
     max_failures: Annotated[NonNegativeInt, Mark.OF_LAUNCHER] = 3
-    """Failures of workers after which the run starts again from its last checkpoint. A loop that fails twice in the
+    """How many times a run whose workers fail starts again from its last checkpoint. A loop that fails twice in the
     same way ends it."""
 
     @property

@@ -76,7 +76,7 @@ class DataOptions:
     cache_folder: str | None = option_field(default=None, converter=OPTIONAL_LOCATION)
     """Where --cache disk keeps files on each machine; by default raytrain-cache-UID in the temporary folder."""
     cache_limit_gb: Annotated[float, Interval(gt=0, le=1e9)] | None = None
-    """Most of the disk that --cache disk takes on each machine; by default half of what is free there."""
+    """Gigabytes that --cache disk takes at most on each machine; by default half of what is free there."""
     prefetch: PositiveInt = 2
     """Batches that each worker prepares ahead of the loop."""
 

@@ -77,7 +77,7 @@ class MachineOptions:
         Mark.OF_LAUNCHER,
         KnownAs("gpus num-gpus devices nproc-per-node"),
     ] = option_field(default="auto", converter=Accepts[int | str | Sequence[int], int | str]())
-    """auto: one per GPU, else as many CPU workers as fit beside the readers; 1..4: elastic."""
+    """Processes that train. auto: one per GPU, else as many on CPUs as fit beside the readers; 1..4: elastic."""
     device: Annotated[
         str,
         "auto|cpu|cuda|cuda:0,2|cuda:A100",
