@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from raytrain.data.labels.folders import composed
+from raytrain.data.labels.class_names import composed
 from raytrain.data.labels.label_columns import NO_LABELS, LabelColumns, find_column
 from raytrain.data.labels.listing import SUFFIXES, is_hidden
 from raytrain.errors import UsageError

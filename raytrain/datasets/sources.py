@@ -18,7 +18,8 @@ from typing import IO, TYPE_CHECKING, Any, cast
 import fsspec
 import numpy as np
 
-from raytrain.data.labels.folders import build_manifest, plain_booleans
+from raytrain.data.labels.class_names import plain_booleans
+from raytrain.data.labels.folders import build_manifest
 from raytrain.data.labels.label_columns import JOINED, LabelColumns, is_whole_number, plain_numbers
 from raytrain.data.labels.label_file import LabelTable, comparable_key, own_label_table, read_label_file
 from raytrain.data.labels.label_formats import METADATA

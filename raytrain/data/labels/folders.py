@@ -6,22 +6,31 @@ are training and validation images, whether the classes are below them (``train/
 
 A tree of folders does not say which of these it is, so :func:`read_folders` looks for signs in this order: parts at
 the top, parts below the classes, and then classes at the top. Where two readings are possible, a wrong one would train
-without a word on wrong labels; so it refuses what is ambiguous, and logs what it takes for granted.
+without a word on wrong labels; so it refuses what is ambiguous, and logs what it takes for granted. Folders that are
+probably no classes are found by :mod:`raytrain.data.labels.doubtful_folders`.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import posixpath
-import re
-import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from raytrain.data.labels.class_names import check_classes, composed, plain_booleans, report_alike
+from raytrain.data.labels.doubtful_folders import (
+    check_alphabet,
+    check_linked_classes,
+    check_only_parts,
+    check_repeated,
+    check_top_names,
+    is_beside_classes,
+    report_doubtful,
+    report_masks,
+)
 from raytrain.data.labels.label_formats import KEY_COLUMNS, LABEL_COLUMNS, METADATA, read_table
 from raytrain.data.labels.listing import TABLES, Listing, first_names, list_files, report_left_out
 from raytrain.data.labels.manifest import Manifest, open_packed, unlabelled
@@ -37,36 +46,10 @@ from raytrain.data.labels.part_names import (
 from raytrain.errors import UsageError, format_count
 from raytrain.storage.store import Store
 
-BOOLEANS = ("true", "True", "TRUE", "false", "False", "FALSE")
-
 _log = logging.getLogger("raytrain")
 _STRAY = "images outside of class folders"
-# Folders of these names are probably no classes, but hold the images or masks of a data set, or parts of it.
-_BESIDE_CLASSES = re.compile(
-    r"(jpeg)?images?|jpe?g|png|imgs?|masks?|ground[ _-]?truths?|annotations?|labels?|trimaps?|segmentation.*|"
-    r"unlabell?ed|unsup.*"
-)
-# Folders of these names hold what programs write and people put beside the classes, so a line names them.
-_HARDLY_CLASSES = re.compile(
-    r"plots?|figures?|results?|outputs?|predictions?|visuali[sz]ations?|previews?|screenshots?|thumb(nail)?s?|logs?|"
-    r"runs?|models?|weights|checkpoints?|docs?|src|code|notebooks?|data(set)?s?|te?mp|backups?|samples?|examples?|"
-    r"raw|originals?|processed|augmented|cropped|resized|labell?ed|(images?|imgs?|photos?|pictures?)([ _-].*)?"
-)
-# Beside parts, folders of these names are parts, too, as of Market-1501 and of SVHN.
-_OTHER_PARTS = re.compile(r"query|gallery|distractors?|extras?|additional")
-_NUMBERED_PART = re.compile(r"(.*[ _.-])?(k?fold|cv|split|part|batch|chunk|images?)[ _.-]?\d+")
-# Cameras make folders such as 100CANON, and programs for photographs those of a day or a month.
-_OF_CAMERA = re.compile(
-    r"[1-9]\d\d([A-Z_]{4}[A-Z0-9_]|ND\d{3})|"
-    r"(19|20)\d\d(?P<sign>[-_. ]?)(0[1-9]|1[0-2])((?P=sign)(0[1-9]|[12]\d|3[01]))?"
-)
-_HASH = re.compile(r"[0-9a-f]{8,}")
-_MASKS = ("_mask", "_seg", "_segmentation", "_gt")
 _ROW_TABLES = (".csv", ".tsv")
 _MOST_TABLES = 3  # that are opened to see whether they are label files
-_PUNCTUATION = re.compile(r"[\W_]+")
-_COPY = re.compile(r"([ _-]+(copy|kopie|copie|copia)( ?\d+)?)?( ?\(\d+\))?$")  # behind the name of a copied folder
-_DECIMAL = re.compile(r"[+-]?[0-9]{1,15}([.,][0-9]+)?(e[+-]?[0-9]{1,2})?")
 
 
 def build_manifests(store: Store) -> dict[Part, Manifest]:
@@ -226,66 +209,32 @@ def read_folders(keys: Sequence[str], url: str) -> FolderLabels:
     >>> read_folders(["cat/1.png", "dog/2.png"], "pets").classes
     ('cat', 'dog')
     """
-    # Masks of a segmentation lie beside its images and look like images of the same class.
-    may_be_masks = [key for key in keys if posixpath.splitext(key)[0].endswith(_MASKS)]
-    stems = {posixpath.splitext(key)[0] for key in keys} if may_be_masks else set[str]()
-    if masks := [key for key in may_be_masks if key.rpartition("_")[0] in stems]:
-        sentence = "Images that look like masks of others are used as images: %s in %s, such as %s."
-        _log.warning(sentence, f"{len(masks):,}", url, masks[0])
-
+    report_masks(keys, url)
     all_folders = [tuple(composed(key).split("/")[:-1]) for key in keys]
     paths = _below_shared_folders(all_folders)
     if paths:  # sentences name folders below the one that all images share
         url = "/".join([url.rstrip("/"), *all_folders[0][: len(all_folders[0]) - len(paths[0])]])
     tops = {path[0] for path in paths if path}
-    if len(tops) > 1 and all(_NUMBERED_PART.fullmatch(top.lower()) for top in tops):
-        raise UsageError(
-            f"The folders {first_names(sorted(tops))} of {url} are numbered parts, as of a cross-validation, and no "
-            "classes; put the class folders of those to train on into one folder, or give a label file with --labels."
-        )
-    _check_not_of_programs(keys, paths, tops, url)
+    check_top_names(keys, paths, tops, url)
 
     # The folders may be train/cat, or else cat/train, or else cat alone.
     labels = _parts_above_classes(paths, tops, url) or _parts_below_classes(paths, url)
     if labels is None:
-        _check_only_parts(paths, tops, url)
-        _check_alphabet(paths, url)
-        _check_repeated(paths, url)
+        check_only_parts(paths, tops, url)
+        check_alphabet(paths, url)
+        check_repeated(paths, url)
         labels = FolderLabels(tuple(path[0] if path else "" for path in paths))
     labels = replace(labels, classes=tuple(plain_booleans(labels.classes)))
     classes = set(labels.classes) - {""}
-    if classes and all(map(_is_beside_classes, classes)):
+    if classes and all(map(is_beside_classes, classes)):
         with_folders = sorted({path[0] for path in paths if len(path) > 1} & classes)
         advice = f"give --data {url}/{with_folders[0]}, if the classes are in it, " if with_folders else ""
         raise UsageError(
             f"There are no class folders below {url}, only {', '.join(f'{name}/' for name in sorted(classes))}; "
             f"{advice}put each class into a folder of its name, or give a label file with --labels."
         )
-    doubtful = sorted(
-        name for name in classes if is_part(name) or _is_beside_classes(name) or _HARDLY_CLASSES.fullmatch(name.lower())
-    )
-    for name in doubtful if len(classes) > 1 else ():
-        others = "another" if len(classes) == 2 else f"{len(classes) - 1:,} others"
-        _log.warning("%s/ in %s is taken for a class of this name, beside %s.", name, url, others)
+    report_doubtful(classes, url)
     return labels
-
-
-def composed(text: str) -> str:
-    """Return a name in Unicode's composed form (NFC), in which names are compared: a Mac writes é as two characters.
-
-    >>> len(composed("e\\u0301"))
-    1
-    """
-    return unicodedata.normalize("NFC", text)
-
-
-def plain_booleans(labels: Sequence[str]) -> Sequence[str]:
-    """Return labels in lower case if all are booleans, which programs write as True, TRUE or true; else unchanged.
-
-    >>> plain_booleans(["True", "FALSE", ""])
-    ['true', 'false', '']
-    """
-    return [label.lower() for label in labels] if set(labels) <= {*BOOLEANS, ""} else labels
 
 
 def top_folders(keys: Iterable[str]) -> list[str]:
@@ -333,7 +282,7 @@ def _parts_above_classes(paths: list[tuple[str, ...]], tops: set[str], url: str)
     # So they are parts. All must hold the same classes. A held-out part without them, such as test images whose labels
     # a competition keeps for itself, is left out if another one has them.
     url = url.rstrip("/")
-    if all(map(_is_beside_classes, classes_in[train])):  # or there are none
+    if all(map(is_beside_classes, classes_in[train])):  # or there are none
         raise UsageError(
             f"{url} contains {train}/ and {last}/ without class folders; put each class into a folder of its name, "
             f"or give {_options_of_parts(url, folder_of)} and the classes with --labels."
@@ -346,7 +295,7 @@ def _parts_above_classes(paths: list[tuple[str, ...]], tops: set[str], url: str)
         num_images = format_count(sum(path[:1] == (folder,) for path in paths), "image")
         _log.warning("Not used of %s: %s in %s/, in none of the class folders of %s/.", url, num_images, folder, train)
 
-    _check_alphabet([below for path, below in zip(paths, below_parts, strict=True) if path[:1] == (train,)], url)
+    check_alphabet([below for path, below in zip(paths, below_parts, strict=True) if path[:1] == (train,)], url)
 
     # And no other folder may be beside them.
     if beside_parts:
@@ -369,11 +318,6 @@ def _options_of_parts(url: str, folder_of: Mapping[Part, str]) -> str:
     return " ".join(f"{option_of[part]} {url}/{folder}" for part, folder in folder_of.items())
 
 
-def _is_beside_classes(name: str) -> bool:
-    """Return True if a folder of this name is probably no class, but holds all images of a data set, or masks."""
-    return _BESIDE_CLASSES.fullmatch(name.lower()) is not None
-
-
 def _problem_of_part(
     paths: list[tuple[str, ...]], classes_in: Mapping[str, set[str]], train: str, folder: str, url: str
 ) -> str | None:
@@ -388,7 +332,7 @@ def _problem_of_part(
         return None
 
     # Folders of other names are other classes, unless they are called images or masks: then the images have no class.
-    if not num_direct and not all(map(_is_beside_classes, in_folder)):
+    if not num_direct and not all(map(is_beside_classes, in_folder)):
         return (
             f"{url} contains {train}/ with the classes {first_names(sorted(in_train))} and {folder}/ with others, "
             f"{first_names(sorted(in_folder))}; call the same classes alike, or give --data {url}/{train}."
@@ -414,7 +358,7 @@ def _parts_below_classes(paths: list[tuple[str, ...]], url: str) -> FolderLabels
         return None
     train, *_, last = folder_of.values()
     if no_parts := sorted(folder for folder in second_folders if not is_part(folder)):
-        if all(map(_is_beside_classes, no_parts)):
+        if all(map(is_beside_classes, no_parts)):
             raise UsageError(
                 f"The class folders of {url} contain {train}/ and {last}/, and also {first_names(no_parts)}, which "
                 "would become images of the classes; move these to another place."
@@ -429,101 +373,9 @@ def _parts_below_classes(paths: list[tuple[str, ...]], url: str) -> FolderLabels
             f"The class folders of {url} contain {train}/ and {last}/, and {format_count(num_direct, 'image')} beside "
             "these; move each image into one of them, or give --labels."
         )
-    _check_repeated([path[:1] + path[2:] for path in paths], url)
+    check_repeated([path[:1] + path[2:] for path in paths], url)
     parts = tuple(spelling_of[path[1].lower()] if len(path) > 1 else "" for path in paths)
     return FolderLabels(tuple(path[0] if path else "" for path in paths), parts, folder_of)
-
-
-def _check_not_of_programs(keys: Sequence[str], paths: list[tuple[str, ...]], tops: set[str], url: str) -> None:
-    """Raise UsageError if a camera or a program has named all folders: by days, or by the first signs of the files."""
-    if len(tops) < 2:
-        return
-    if all(map(_OF_CAMERA.fullmatch, tops)):
-        reason = "are named by a camera or by dates"
-    elif (
-        all(len(top) <= 3 for top in tops)
-        and not all(map(str.isdecimal, tops))
-        and all(
-            path and _HASH.fullmatch(name := key.rpartition("/")[2].partition(".")[0]) and name.startswith(path[0])
-            for key, path in zip(keys, paths, strict=True)
-        )
-    ):
-        reason = "have the first signs of their files' names"
-    else:
-        return
-    raise UsageError(
-        f"The folders {first_names(sorted(tops))} of {url} {reason}, and are no classes; put each class into a folder "
-        "of its name, or give a label file with --labels."
-    )
-
-
-def _check_only_parts(paths: list[tuple[str, ...]], tops: set[str], url: str) -> None:
-    """Raise UsageError if all top folders are parts, such as bounding_box_train/, query/ and gallery/."""
-    names = sorted(tops - {""})
-    is_other = [_OTHER_PARTS.fullmatch(name.lower()) or _is_beside_classes(name) for name in names]
-    if len(names) < 2 or not any(map(is_part, names)):
-        return
-    if not all(is_part(name) or other for name, other in zip(names, is_other, strict=True)):
-        return
-    part = next(filter(is_training, names), next(filter(is_part, names)))
-    has_classes = any(path[0] == part and len(path) > 1 for path in paths if path)
-    advice = "" if has_classes else ", and the classes with --labels or --label-pattern"
-    raise UsageError(
-        f"The folders {first_names(names)} of {url} are parts of a data set, and no classes; give --data {url}/{part}"
-        f"{advice}."
-    )
-
-
-def _check_alphabet(paths: list[tuple[str, ...]], url: str) -> None:
-    """Raise UsageError if the top folders are letters by which classes are sorted, as in a/airfield and b/beach.
-
-    The letters would be the classes. Below them, Places365 and SUN397 have classes such as church/indoor, which only a
-    pattern finds.
-    """
-    letters = {path[0] for path in paths if path}
-    if len(letters) < 2 or any(len(letter) > 1 or not letter.isalpha() for letter in letters):
-        return
-    # In A/A_1 and B/B_1, the letters are classes.
-    names = {path[:2] for path in paths}
-    if all(len(path) == 2 and re.match(rf"{path[0]}[^\W\d_]", path[1], re.IGNORECASE) for path in names):
-        letter, name = min(names)
-        raise UsageError(
-            f"The folders {first_names(sorted(letters))} of {url} sort folders such as {letter}/{name} by their first "
-            "letter, and are no classes; give --label-pattern '(?:^|/)[a-zA-Z]/(?P<label>.+)/'."
-        )
-
-
-def _check_repeated(paths: list[tuple[str, ...]], url: str) -> None:
-    """Log if several top folders hold folders of the same names; raise UsageError if all hold the same ones.
-
-    In site1/cat, site1/dog, site2/cat and site2/dog, either the sites or the animals may be the classes.
-    """
-    tops = sorted({path[0] for path in paths if path})
-    below_top = {top: {path[1] for path in paths if len(path) > 1 and path[0] == top} for top in tops if top}
-    for top, names in below_top.items():
-        if len(names) > 1 and names <= {*tops} - {top}:  # archives hold a data set and a copy of it in a folder
-            raise UsageError(
-                f"{url} contains {first_names(sorted(names))} and a folder {top}/ with folders of the same names, "
-                f"which would become a class; give --data {url}/{top}, or move it to another place."
-            )
-    if len(tops) < 2 or any(len(path) < 2 for path in paths):
-        return
-    below = list(below_top.values())
-    counts = Counter(name for names in below for name in names)
-    repeated = sorted(name for name, count in counts.items() if count > 1)
-    if len(counts) > 1 and repeated and all(map(_is_beside_classes, counts)):
-        raise UsageError(
-            f"The class folders {first_names(tops)} of {url} contain {first_names(sorted(counts))}, which would all "
-            "become images of the classes; move all of these but the photographs to another place."
-        )
-    if len(counts) > 1 and all(names == below[0] for names in below):
-        raise UsageError(
-            f"The folders {first_names(tops)} of {url} all contain {first_names(repeated)}, so that "
-            "either may be the classes; give the folder of one of them, or a label file with --labels."
-        )
-    if len(counts) > 1 and repeated:
-        sentence = "The folders %s of %s are taken for the classes; %s of %s folders below, such as %s, are in several."
-        _log.warning(sentence, first_names(tops), url, f"{len(repeated):,}", f"{len(counts):,}", repeated[0])
 
 
 def _label_by_folder(
@@ -535,7 +387,7 @@ def _label_by_folder(
     UsageError as :func:`check_classes` does.
     """
     if part not in HELD_OUT:  # once, for all parts are in one listing
-        _check_linked_classes(files, folders.classes)
+        check_linked_classes(files, folders.classes)
 
     # Images in no class folder, and those of other parts, are left out.
     chosen = np.array(folders.classes, object) != ""
@@ -560,72 +412,3 @@ def _label_by_folder(
     images = unlabelled(files).select(np.flatnonzero(chosen))
     labels = np.array([label_of[name] for name in names], np.int32)
     return replace(images, labels=labels, classes=classes or present, left_out=files.counts)
-
-
-def _check_linked_classes(files: Listing, classes: Sequence[str]) -> None:
-    """Raise UsageError if a folder is in two classes, by a link: each of its images would be trained as both.
-
-    ``classes`` has the class of each image of ``files``.
-    """
-    if not os.path.isdir(files.url):  # a bucket has no links
-        return
-    class_of = {image.path.rpartition("/")[0]: name for image, name in zip(files.images, classes, strict=True) if name}
-    seen: dict[tuple[int, int], str] = {}  # by device and inode
-    for folder, name in class_of.items():
-        try:
-            status = os.stat(os.path.join(files.url, folder))
-        except FileNotFoundError:  # it was removed since it was listed
-            continue
-        first = seen.setdefault((status.st_dev, status.st_ino), folder)
-        if class_of[first] != name:
-            raise UsageError(
-                f"{first}/ and {folder}/ in {files.url} are one folder, by a link, so that each of its images would be "
-                f"in the classes {class_of[first]!r} and {name!r}; remove the link, or put other images in its place."
-            )
-
-
-def check_classes(present: tuple[str, ...], classes: tuple[str, ...] | None, url: str, num_images: int) -> None:
-    """Raise UsageError unless ``present`` are at least two classes, or all among ``classes`` if these are given.
-
-    ``url`` and ``num_images`` are those of the images that have them, for the sentence.
-    """
-    if not present:
-        raise UsageError(
-            f"There are no class folders below {url}, only {format_count(num_images, 'image')}; put each class into a "
-            f"folder of its name, such as {url.rstrip('/')}/cat/, or give a label file with --labels."
-        )
-    if classes is None and len(present) == 1:
-        raise UsageError(
-            f"{url} has one class only, {present[0]!r}, with {format_count(num_images, 'image')}; a classifier needs "
-            "at least two classes: put each into a folder of its name, or give a label file with --labels."
-        )
-    if unknown := sorted(set(present) - set(classes or present)):
-        raise UsageError(
-            f"{url} has {format_count(len(unknown), 'class')} that the training images lack: {first_names(unknown)} "
-            f"(those have {first_names(classes or ())}); rename or remove them."
-        )
-
-
-def report_alike(classes: Sequence[str], url: str) -> None:
-    """Log classes that are probably the same: their names differ in nothing that a reader sees, or are equal numbers.
-
-    That is case, punctuation, wide letters, invisible signs and what file managers write behind copies; or 1, 01, 1.0
-    and 1,00.
-    """
-    plain = {name: _plain_name(name) for name in classes}
-    counts = Counter(plain.values())
-    if alike := [repr(name) for name in classes if counts[plain[name]] > 1]:
-        _log.warning("The classes %s of %s are called nearly alike.", first_names(alike), url)
-
-
-def _plain_name(name: str) -> str:
-    """Return the form of a class's name by which classes that are called nearly alike are found.
-
-    It has no capitals, punctuation and invisible signs, and no ending as of a copied folder. 1.50 and 1,5 are both 1.5.
-    """
-    # The compatible form (NFKC) has usual letters in place of wide ones. Signs of the category Cf are invisible.
-    text = unicodedata.normalize("NFKC", name.casefold())
-    text = "".join(letter for letter in text if unicodedata.category(letter) != "Cf").strip()
-    if _DECIMAL.fullmatch(text):
-        return repr(float(text.replace(",", ".")))
-    return _PUNCTUATION.sub(" ", _COPY.sub("", text)).strip() or name

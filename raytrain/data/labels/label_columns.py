@@ -22,7 +22,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute
 
-from raytrain.data.labels.folders import BOOLEANS, composed
+from raytrain.data.labels.class_names import BOOLEANS, composed
 from raytrain.data.labels.label_formats import KEY_COLUMNS, LABEL_COLUMNS
 from raytrain.data.labels.part_names import is_part, parts_among
 from raytrain.errors import UsageError, did_you_mean

@@ -20,7 +20,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute
 
-from raytrain.data.labels.folders import composed, read_folders, top_folders
+from raytrain.data.labels.class_names import composed
+from raytrain.data.labels.folders import read_folders, top_folders
 from raytrain.data.labels.label_columns import (
     JOINED,
     NO_LABELS,

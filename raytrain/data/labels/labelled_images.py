@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from raytrain.config import TrainConfig
-from raytrain.data.labels.folders import build_manifest, build_manifests, check_classes, report_alike, top_folders
+from raytrain.data.labels.class_names import check_classes, report_alike
+from raytrain.data.labels.folders import build_manifest, build_manifests, top_folders
 from raytrain.data.labels.hold_out import HELD_OUT_FRACTION, check_can_split, hold_out, hold_out_fold
 from raytrain.data.labels.label_columns import JOINED
 from raytrain.data.labels.label_file import LabelTable, own_label_table

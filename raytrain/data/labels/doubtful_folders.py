@@ -1,0 +1,186 @@
+"""Folders that are probably no classes: parts, masks, days of photographs, letters of an index, results of programs.
+
+A run would train on them without a word. :func:`raytrain.data.labels.folders.read_folders` has them refused here, with
+what to give in place of them, or, if they may be classes all the same, named in a line.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import posixpath
+import re
+from collections import Counter
+from collections.abc import Collection, Sequence
+
+from raytrain.data.labels.listing import Listing, first_names
+from raytrain.data.labels.part_names import is_part, is_training
+from raytrain.errors import UsageError
+
+_log = logging.getLogger("raytrain")
+# Folders of these names are probably no classes, but hold the images or masks of a data set, or parts of it.
+_BESIDE_CLASSES = re.compile(
+    r"(jpeg)?images?|jpe?g|png|imgs?|masks?|ground[ _-]?truths?|annotations?|labels?|trimaps?|segmentation.*|"
+    r"unlabell?ed|unsup.*"
+)
+# Folders of these names hold what programs write and people put beside the classes, so a line names them.
+_HARDLY_CLASSES = re.compile(
+    r"plots?|figures?|results?|outputs?|predictions?|visuali[sz]ations?|previews?|screenshots?|thumb(nail)?s?|logs?|"
+    r"runs?|models?|weights|checkpoints?|docs?|src|code|notebooks?|data(set)?s?|te?mp|backups?|samples?|examples?|"
+    r"raw|originals?|processed|augmented|cropped|resized|labell?ed|(images?|imgs?|photos?|pictures?)([ _-].*)?"
+)
+# Beside parts, folders of these names are parts, too, as of Market-1501 and of SVHN.
+_OTHER_PARTS = re.compile(r"query|gallery|distractors?|extras?|additional")
+_NUMBERED_PART = re.compile(r"(.*[ _.-])?(k?fold|cv|split|part|batch|chunk|images?)[ _.-]?\d+")
+# Cameras make folders such as 100CANON, and programs for photographs those of a day or a month.
+_OF_CAMERA = re.compile(
+    r"[1-9]\d\d([A-Z_]{4}[A-Z0-9_]|ND\d{3})|"
+    r"(19|20)\d\d(?P<sign>[-_. ]?)(0[1-9]|1[0-2])((?P=sign)(0[1-9]|[12]\d|3[01]))?"
+)
+_HASH = re.compile(r"[0-9a-f]{8,}")
+_MASKS = ("_mask", "_seg", "_segmentation", "_gt")
+
+
+def report_masks(keys: Sequence[str], url: str) -> None:
+    """Log how many of the images ``keys`` look like masks of a segmentation, which lie beside their images."""
+    may_be_masks = [key for key in keys if posixpath.splitext(key)[0].endswith(_MASKS)]
+    stems = {posixpath.splitext(key)[0] for key in keys} if may_be_masks else set[str]()
+    if masks := [key for key in may_be_masks if key.rpartition("_")[0] in stems]:
+        sentence = "Images that look like masks of others are used as images: %s in %s, such as %s."
+        _log.warning(sentence, f"{len(masks):,}", url, masks[0])
+
+
+def is_beside_classes(name: str) -> bool:
+    """Return True if a folder of this name is probably no class, but holds all images of a data set, or masks."""
+    return _BESIDE_CLASSES.fullmatch(name.lower()) is not None
+
+
+def check_top_names(keys: Sequence[str], paths: list[tuple[str, ...]], tops: set[str], url: str) -> None:
+    """Raise UsageError if the names of all top folders say that these are no classes.
+
+    They are numbered parts, or those that a camera or a program makes: by days, or by the first signs of the files.
+    """
+    if len(tops) < 2:
+        return
+    if all(_NUMBERED_PART.fullmatch(top.lower()) for top in tops):
+        raise UsageError(
+            f"The folders {first_names(sorted(tops))} of {url} are numbered parts, as of a cross-validation, and no "
+            "classes; put the class folders of those to train on into one folder, or give a label file with --labels."
+        )
+    has_signs_of_files = (
+        all(len(top) <= 3 for top in tops)
+        and not all(map(str.isdecimal, tops))
+        and all(
+            path and _HASH.fullmatch(name := key.rpartition("/")[2].partition(".")[0]) and name.startswith(path[0])
+            for key, path in zip(keys, paths, strict=True)
+        )
+    )
+    if has_signs_of_files or all(map(_OF_CAMERA.fullmatch, tops)):
+        reason = (
+            "have the first signs of their files' names" if has_signs_of_files else "are named by a camera or by dates"
+        )
+        raise UsageError(
+            f"The folders {first_names(sorted(tops))} of {url} {reason}, and are no classes; put each class into a "
+            "folder of its name, or give a label file with --labels."
+        )
+
+
+def check_only_parts(paths: list[tuple[str, ...]], tops: set[str], url: str) -> None:
+    """Raise UsageError if all top folders are parts, such as bounding_box_train/, query/ and gallery/."""
+    names = sorted(tops - {""})
+    is_other = [_OTHER_PARTS.fullmatch(name.lower()) or is_beside_classes(name) for name in names]
+    if len(names) < 2 or not any(map(is_part, names)):
+        return
+    if not all(is_part(name) or other for name, other in zip(names, is_other, strict=True)):
+        return
+    part = next(filter(is_training, names), next(filter(is_part, names)))
+    has_classes = any(path[0] == part and len(path) > 1 for path in paths if path)
+    advice = "" if has_classes else ", and the classes with --labels or --label-pattern"
+    raise UsageError(
+        f"The folders {first_names(names)} of {url} are parts of a data set, and no classes; give --data {url}/{part}"
+        f"{advice}."
+    )
+
+
+def check_alphabet(paths: list[tuple[str, ...]], url: str) -> None:
+    """Raise UsageError if the top folders are letters by which classes are sorted, as in a/airfield and b/beach.
+
+    The letters would be the classes. Below them, Places365 and SUN397 have classes such as church/indoor, which only a
+    pattern finds.
+    """
+    letters = {path[0] for path in paths if path}
+    if len(letters) < 2 or any(len(letter) > 1 or not letter.isalpha() for letter in letters):
+        return
+    # In A/A_1 and B/B_1, the letters are classes.
+    names = {path[:2] for path in paths}
+    if all(len(path) == 2 and re.match(rf"{path[0]}[^\W\d_]", path[1], re.IGNORECASE) for path in names):
+        letter, name = min(names)
+        raise UsageError(
+            f"The folders {first_names(sorted(letters))} of {url} sort folders such as {letter}/{name} by their first "
+            "letter, and are no classes; give --label-pattern '(?:^|/)[a-zA-Z]/(?P<label>.+)/'."
+        )
+
+
+def check_repeated(paths: list[tuple[str, ...]], url: str) -> None:
+    """Log if several top folders hold folders of the same names; raise UsageError if all hold the same ones.
+
+    In site1/cat, site1/dog, site2/cat and site2/dog, either the sites or the animals may be the classes.
+    """
+    tops = sorted({path[0] for path in paths if path})
+    below_top = {top: {path[1] for path in paths if len(path) > 1 and path[0] == top} for top in tops if top}
+    for top, names in below_top.items():
+        if len(names) > 1 and names <= {*tops} - {top}:  # archives hold a data set and a copy of it in a folder
+            raise UsageError(
+                f"{url} contains {first_names(sorted(names))} and a folder {top}/ with folders of the same names, "
+                f"which would become a class; give --data {url}/{top}, or move it to another place."
+            )
+    if len(tops) < 2 or any(len(path) < 2 for path in paths):
+        return
+    below = list(below_top.values())
+    counts = Counter(name for names in below for name in names)
+    repeated = sorted(name for name, count in counts.items() if count > 1)
+    if len(counts) > 1 and repeated and all(map(is_beside_classes, counts)):
+        raise UsageError(
+            f"The class folders {first_names(tops)} of {url} contain {first_names(sorted(counts))}, which would all "
+            "become images of the classes; move all of these but the photographs to another place."
+        )
+    if len(counts) > 1 and all(names == below[0] for names in below):
+        raise UsageError(
+            f"The folders {first_names(tops)} of {url} all contain {first_names(repeated)}, so that "
+            "either may be the classes; give the folder of one of them, or a label file with --labels."
+        )
+    if len(counts) > 1 and repeated:
+        sentence = "The folders %s of %s are taken for the classes; %s of %s folders below, such as %s, are in several."
+        _log.warning(sentence, first_names(tops), url, f"{len(repeated):,}", f"{len(counts):,}", repeated[0])
+
+
+def check_linked_classes(files: Listing, classes: Sequence[str]) -> None:
+    """Raise UsageError if a folder is in two classes, by a link: each of its images would be trained as both.
+
+    ``classes`` has the class of each image of ``files``.
+    """
+    if not os.path.isdir(files.url):  # a bucket has no links
+        return
+    class_of = {image.path.rpartition("/")[0]: name for image, name in zip(files.images, classes, strict=True) if name}
+    seen: dict[tuple[int, int], str] = {}  # by device and inode
+    for folder, name in class_of.items():
+        try:
+            status = os.stat(os.path.join(files.url, folder))
+        except FileNotFoundError:  # it was removed since it was listed
+            continue
+        first = seen.setdefault((status.st_dev, status.st_ino), folder)
+        if class_of[first] != name:
+            raise UsageError(
+                f"{first}/ and {folder}/ in {files.url} are one folder, by a link, so that each of its images would be "
+                f"in the classes {class_of[first]!r} and {name!r}; remove the link, or put other images in its place."
+            )
+
+
+def report_doubtful(classes: Collection[str], url: str) -> None:
+    """Log those of several ``classes`` whose names are seldom those of classes."""
+    doubtful = sorted(
+        name for name in classes if is_part(name) or is_beside_classes(name) or _HARDLY_CLASSES.fullmatch(name.lower())
+    )
+    for name in doubtful if len(classes) > 1 else ():
+        others = "another" if len(classes) == 2 else f"{len(classes) - 1:,} others"
+        _log.warning("%s/ in %s is taken for a class of this name, beside %s.", name, url, others)
