@@ -16,6 +16,7 @@ loop may call one, too.
 
 from __future__ import annotations
 
+import inspect
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -341,10 +342,11 @@ class Run:
     def leave_batch(self) -> None:
         """Close the generators of batches and epochs that a loop has not used up.
 
-        That leaves the contexts around the loop's code of a batch, such as autocast, and ends the reading ahead.
+        That leaves the contexts around the loop's code of a batch, such as autocast, and ends the reading ahead. One
+        that a thread of the loop's own is in cannot be closed, and must not hide the error of a loop that has failed.
         """
         for generator in (self._open_batches, self._open_epochs):
-            if generator is not None:
+            if generator is not None and inspect.getgeneratorstate(generator) != inspect.GEN_RUNNING:
                 generator.close()
 
     def no_sync(self, enabled: bool = True) -> AbstractContextManager[None]:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import pytest
@@ -14,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LinearLR, SequentialLR
 
-from raytrain.errors import UsageError
+from raytrain.errors import LoopFailed, UsageError
 from raytrain.monitor.events import CheckpointWritten
 from raytrain.runs.outcome import StopReason
 from raytrain.training.run import Run
@@ -237,6 +240,31 @@ def test_epochs_know_their_number_and_the_number_of_their_batches(tmp_path: Path
     assert seen == [(0, 6, [0, 1, 2, 3, 4, 5]), (1, 6, [6, 7])]
     train_loop(loop, tmp_path)  # the rest of the second epoch
     assert seen[2:] == [(1, 6, [8, 9, 10, 11])]
+
+
+def test_an_error_of_a_loop_is_told_while_a_thread_of_its_own_is_in_its_epochs(tmp_path: Path) -> None:
+    is_evaluating, may_end = Event(), Event()
+
+    def measure() -> dict[str, float]:
+        is_evaluating.set()
+        may_end.wait(60)
+        raise InterruptedError("the test is over")
+
+    def train_until_the_test_is_over(run: Run) -> None:
+        with suppress(InterruptedError):
+            fit(run, *prepared(run), evaluate=measure)
+
+    def loop(run: Run) -> None:
+        Thread(target=train_until_the_test_is_over, args=(run,), name="in epochs").start()
+        assert is_evaluating.wait(60)
+        raise ZeroDivisionError("of the loop")
+
+    with pytest.raises(LoopFailed, match="ZeroDivisionError: of the loop"):
+        train_loop(loop, tmp_path)
+    may_end.set()
+    for thread in threading.enumerate():
+        if thread.name == "in epochs":
+            thread.join()
 
 
 def does_nothing(run: Run) -> None:
