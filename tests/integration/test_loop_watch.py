@@ -857,12 +857,25 @@ SILENT: dict[str, Loop] = {
 }
 
 
-def reported(names: list[str], folder: str) -> dict[str, list[str]]:
-    """Train each loop as one worker of the process group, and return what it reported."""
+# What is wrong with these shows after the first epoch.
+REPORTED_LATER = {
+    "a comparison after a warm-up",
+    "a number after a warm-up",
+    "counts of classes",
+    "a late hook of a weight",
+}
+
+
+def reported(names: list[str], folder: str, in_one_epoch: tuple[str, ...] = ()) -> dict[str, list[str]]:
+    """Train each loop as one worker of the process group, and return what it reported.
+
+    Those ``in_one_epoch`` end after one epoch, the others after two.
+    """
     notes: dict[str, list[str]] = {}
     for name in names:
         recorder = Recorder()
-        run = make_run(config(batch_size=12, flip="none", translate=0), images(48), f"{folder}/{name}", recorder)
+        options = config(batch_size=12, flip="none", translate=0, epochs=1 if name in in_one_epoch else 2)
+        run = make_run(options, images(48), f"{folder}/{name}", recorder)
         with run.steps.optimizers.followed():
             (NOTES[name][0] if name in NOTES else SILENT[name])(run)
             run.finish()
@@ -873,8 +886,9 @@ def reported(names: list[str], folder: str) -> dict[str, list[str]]:
 
 @pytest.fixture(scope="module")
 def notes() -> dict[str, list[str]]:
+    in_one_epoch = tuple(name for name in NOTES if name not in REPORTED_LATER)
     with tempfile.TemporaryDirectory() as folder:
-        return run_in_processes(2, reported, [*NOTES, *SILENT], folder)[0]
+        return run_in_processes(2, reported, [*NOTES, *SILENT], folder, in_one_epoch)[0]
 
 
 @pytest.mark.parametrize("kind", NOTES)
