@@ -27,7 +27,7 @@ from raytrain.config import ResolvedConfig, TrainConfig
 from raytrain.errors import UsageError, some_of
 from raytrain.training.batches.batch import Batch
 from raytrain.training.checkpoint_state import MEASURED, CheckpointState, StateDict
-from raytrain.training.exact import batchnorm
+from raytrain.training.exact import batchnorm, dropout
 from raytrain.training.exact.agreement import digest_of_tensors, find_differing
 from raytrain.training.exact.exact_networks import ExactNetworks, make_layers_exact
 from raytrain.training.exact.gradients import parameters_of
@@ -151,8 +151,9 @@ class PreparedModels(ExactNetworks):
         model.to(self._worker.device, memory_format=memory_format)  # pyright: ignore
         model.double() if self._config.precision == "float64" else model.float()
         name = self._state.add("model", model)  # after the cast, which would round the checkpoint's weights
-        # With --compile, a hook before the forward would be compiled, too.
-        self.join(model, sees_forwards=self._worker.world_size > 1 and not self._config.compile)
+        # With --compile, a hook before the forward would be compiled, too. A single worker needs one for dropout only.
+        needs_hook = self._worker.world_size > 1 or dropout.has_layers(model)
+        self.join(model, sees_forwards=needs_hook and not self._config.compile)
 
         apply_options(model, self._config)
         if is_built_by_options:
@@ -173,6 +174,7 @@ class PreparedModels(ExactNetworks):
         ``is_whole``: it holds all of this worker's images of the step.
         """
         self.begin_images()
+        self.num_channels = microbatch.images.shape[1]
         self.begin(
             microbatch.num_used,
             microbatch.samples,

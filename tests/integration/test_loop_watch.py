@@ -861,6 +861,7 @@ SILENT: dict[str, Loop] = {
 REPORTED_LATER = {
     "a comparison after a warm-up",
     "a number after a warm-up",
+    "a decision of Python's",
     "counts of classes",
     "a late hook of a weight",
 }

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, OneCycleLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -330,6 +330,36 @@ def rate_by_an_evaluation(run: Run) -> None:
         scheduler.step(run.evaluate()["loss"])
 
 
+class OfViews(nn.Module):
+    """Drops features of each view of an image, and, if it joins two views that lie far apart, of their mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(WIDTH, 16), nn.Dropout(0.4), nn.Linear(16, 4)).double()
+        self.head = nn.Sequential(nn.Dropout(0.3), nn.Linear(4, 4)).double()
+
+    def forward(self, pixels: Tensor, joins: bool = False) -> Tensor:
+        features = self.layers(pixels)
+        return self.head(features.unflatten(0, (2, -1)).mean(0) if joins else features)
+
+
+def views_in_one_tensor(run: Run) -> None:
+    """Gives a network with dropout two views of each image in one tensor: far apart, side by side, and joined."""
+    model = run.prepare(OfViews())
+    optimizer = run.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    for epoch in run.epochs(evaluate=dict):
+        for batch in epoch:
+            far_apart = torch.cat([batch.images, batch.images.flip(3)])
+            side_by_side = batch.images.repeat_interleave(2, dim=0)
+            loss = F.cross_entropy(model(far_apart), batch.labels.repeat(2))
+            loss = loss + F.cross_entropy(model(side_by_side), batch.labels.repeat_interleave(2))
+            loss = loss + F.cross_entropy(model(far_apart, joins=True), batch.labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            run.log(loss=loss)
+
+
 SAME_ON_ANY_WORKERS = (
     to_the_end,
     rate_by_an_evaluation,
@@ -351,6 +381,7 @@ SAME_ON_ANY_WORKERS = (
     steps_beside_its_losses,
     wraps_an_optimizer,
     several_as_one,
+    views_in_one_tensor,
 )
 
 

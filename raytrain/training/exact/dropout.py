@@ -11,6 +11,9 @@ forwards of the same images, such as R-Drop and SimCSE, need that. A forward tha
 must draw its numbers again, and cannot know which call it repeats. So calls within checkpointing all draw the numbers
 of the first one, and so do those in a compiled network, which would be compiled anew for each call.
 
+A loop may give a network several views of its images in one tensor, as in ``network(torch.cat([images, flipped]))``.
+Then each row has a key of its sample and its view (:func:`follow_views`).
+
 Dropout within other layers, such as fused attention or ``nn.LSTM``, and in ``torch.nn.functional`` is not changed: its
 numbers depend on the number of workers.
 """
@@ -48,7 +51,8 @@ def convert(model: nn.Module) -> nn.Module:
             layer.__class__ = _SampledDropout
             converted = cast(_SampledDropout, layer)
             converted.key = as_int64(mix(number))
-            converted.keys = None
+            converted.keys = converted.row_keys = None
+            converted.row_keys_of_shape = {}
             converted.num_calls = 0
             converted.drawn_dimensions = _DRAWN_DIMENSIONS[kind]
     return model
@@ -61,20 +65,52 @@ def begin(
     step: int,
     *,
     is_new: bool = True,
-) -> None:
+) -> list[nn.Module]:
     """Have the ``layers`` draw the numbers of ``samples``, int64 (m,), in ``step`` from the next forward on.
 
-    Layers of other classes among them are left alone. If ``samples`` is a function that returns the samples, it is only
-    called if a dropout layer is in training mode. Without ``is_new``, a network gets the samples again, and the layers
-    go on to count their calls.
+    Return the dropout layers among them; others are left alone. If ``samples`` is a function that returns the samples,
+    it is only called if a dropout layer is in training mode. Without ``is_new``, a network gets the samples again, and
+    the layers go on to count their calls.
     """
     converted = [layer for layer in layers if isinstance(layer, _SampledDropout)]
     if converted and (isinstance(samples, Tensor) or any(layer.training for layer in converted)):
         samples = samples if isinstance(samples, Tensor) else samples()
         keys = splitmix64(mix(seed, step, _KEY), samples) << (64 - _BITS)
         for layer in converted:
-            layer.keys = keys
+            layer.keys = layer.row_keys = keys
+            layer.row_keys_of_shape = {}
             layer.num_calls = 0 if is_new else layer.num_calls
+    return [*converted]
+
+
+def has_layers(model: nn.Module) -> bool:
+    """Return whether ``model`` has dropout layers that :func:`convert` has changed."""
+    return any(isinstance(layer, _SampledDropout) for layer in model.modules())
+
+
+def follow_views(layers: Iterable[nn.Module], images: Tensor) -> None:
+    """Have dropout ``layers`` draw for each row of ``images``, (k m, C, H, W), which their network gets next.
+
+    There may be k views of each of the m samples. They lie m rows apart, as after ``torch.cat``, unless the first two
+    rows of each k are equal, as after ``repeat_interleave(k)``: then they lie side by side. The numbers of a sample's
+    view are the same in both cases.
+    """
+    converted = [layer for layer in layers if isinstance(layer, _SampledDropout) and layer.keys is not None]
+    if not converted:
+        return
+    keys = cast(Tensor, converted[0].keys)
+    num_views = len(images) // max(len(keys), 1)
+    row_keys = keys
+    if num_views > 1 and len(images) == num_views * len(keys) and any(layer.training for layer in converted):
+        of_other_views = (
+            splitmix64(keys ^ as_int64(mix(_KEY, view)), torch.zeros_like(keys)) << (64 - _BITS)
+            for view in range(1, num_views)
+        )
+        by_view = torch.stack([keys, *of_other_views])  # (k, m)
+        are_side_by_side = torch.equal(images[::num_views], images[1::num_views])
+        row_keys = (by_view.T if are_side_by_side else by_view).reshape(-1)
+    for layer in converted:
+        layer.row_keys = row_keys
 
 
 class _SampledDropout(nn.Module):
@@ -82,6 +118,8 @@ class _SampledDropout(nn.Module):
 
     key: int  # of the layer, an int64
     keys: Tensor | None  # of the samples, int64 (m,); None before the first step
+    row_keys: Tensor | None  # of the rows that the network gets, int64 (k m,), for k views of each sample
+    row_keys_of_shape: dict[torch.Size, Tensor | None]  # with which inputs of a shape were last computed
     num_calls: int  # calls that have drawn numbers of these samples
     drawn_dimensions: int | None  # see _DRAWN_DIMENSIONS
 
@@ -105,15 +143,23 @@ class _SampledDropout(nn.Module):
         A sample may have several rows of the input, such as the windows of an image, one after the other. If the first
         dimension is not a multiple of the number of samples, torch's generator draws.
         """
-        key = self._key_of_call()
+        key, row_keys = self._key_of_call(), self.row_keys
+        # A forward that checkpointing repeats must draw for the same rows, and the network may have got others since.
+        if torch._C._current_graph_task_id() != -1:  # pyright: ignore
+            row_keys = self.row_keys_of_shape.get(input.shape, row_keys)
+        elif not torch.compiler.is_compiling():
+            self.row_keys_of_shape[input.shape] = row_keys
+
         # Further dimensions have the size 1, so that all their elements share a number.
         num_dimensions = self.drawn_dimensions or input.ndim
         shape = (*input.shape[:num_dimensions], *[1] * (input.ndim - num_dimensions))
-        if self.keys is None or not len(self.keys) or shape[0] % len(self.keys):
+        # A network may join the views of an image before it gets here.
+        keys = next((keys for keys in (row_keys, self.keys) if _divides(keys, shape[0])), None)
+        if keys is None:
             return torch.rand(shape, dtype=torch.float64, device=input.device)
         # XOR twice changes nothing, but keeps torch.compile from treating arange as an index of too few bits.
-        positions = torch.arange(math.prod(shape) // len(self.keys), device=input.device) ^ key ^ key
-        return (splitmix64(self.keys[:, None] ^ key, positions).double() * 2.0**-_BITS).view(shape)
+        positions = torch.arange(math.prod(shape) // len(keys), device=input.device) ^ key ^ key
+        return (splitmix64(keys[:, None] ^ key, positions).double() * 2.0**-_BITS).view(shape)
 
     def _key_of_call(self) -> int:
         """Return the key of the next call, an int64, and count the call.
@@ -129,6 +175,11 @@ class _SampledDropout(nn.Module):
             return self.key
         self.num_calls += 1
         return self.key if self.num_calls == 1 or _is_checkpointed() else as_int64(mix(self.key, self.num_calls))
+
+
+def _divides(keys: Tensor | None, num_rows: int) -> bool:
+    """Return whether each of the ``keys`` has as many of ``num_rows`` rows."""
+    return keys is not None and len(keys) > 0 and num_rows % len(keys) == 0
 
 
 def _is_checkpointed() -> bool:

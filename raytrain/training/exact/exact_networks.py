@@ -82,7 +82,9 @@ class ExactNetworks:
         self._worker = worker
         self._layers: dict[nn.Module, list[nn.Module]] = {}  # of each network, at the begin of the microbatch
         self._parameters: list[Tensor] = []  # of all networks, each once
+        self._dropouts: dict[nn.Module, list[nn.Module]] = {}  # the dropout layers of each network
         self._num_used = 0  # images of this worker in the microbatch
+        self.num_channels: int | None = None  # of the microbatch's images, if a tensor like them may have views of each
         self._num_counted: dict[nn.Module, int] = {}  # images that the batch norm of each network counts at the moment
 
     def join(self, network: nn.Module, *, sees_forwards: bool) -> None:
@@ -125,9 +127,9 @@ class ExactNetworks:
         self.collect_layers()
         self._num_used = num_used
         self._num_counted = dict.fromkeys(self._layers, num_used)
-        for number, layers in enumerate(self._layers.values()):
+        for number, (network, layers) in enumerate(self._layers.items()):
             batchnorm.set_num_used(layers, num_used, weight=num_used)
-            dropout.begin(layers, samples, mix(seed, number), step, is_new=is_new)
+            self._dropouts[network] = dropout.begin(layers, samples, mix(seed, number), step, is_new=is_new)
         self.gradients.reset()
         if scales_gradients:
             self.gradients.follow(self._parameters)
@@ -151,7 +153,7 @@ class ExactNetworks:
         self._parameters, self.parameter_ids = parameters, set(parameter_of_id)
 
     def before_forward(self, network: nn.Module, images: Tensor | None, num_rows: int) -> None:
-        """Have batch norm of ``network`` count the ``images`` that its next forward gets, or not if they count nothing.
+        """Have batch norm and dropout of ``network`` know which ``images`` its next forward gets, and which count.
 
         ``images`` is the first tensor that the network gets, with ``num_rows`` rows. They may be of an earlier
         microbatch, in which this worker had images and now has none, or the other way round. A network that was added
@@ -165,6 +167,8 @@ class ExactNetworks:
         if (num_used == 0) != (self._num_counted[network] == 0):
             batchnorm.set_num_used(self._layers[network], num_used)
             self._num_counted[network] = num_used
+        if images is not None and images.ndim == 4 and images.shape[1] == self.num_channels:
+            dropout.follow_views(self._dropouts.get(network, ()), images)
 
     def end_backward(self) -> None:
         """Update the running statistics of batch norm; called after each backward, when its gradients have arrived."""
