@@ -25,9 +25,10 @@ from raytrain.cli.main import main
 from raytrain.errors import UsageError
 from raytrain.launch.ray import submit as job_server
 from raytrain.launch.ray.submit import JobServer, job_server_url
+from raytrain.monitor.stop_request import read_stop_request
 from raytrain.recipes import cifar10
 from raytrain.runs.documents import run_store, write_config
-from raytrain.runs.outcome import resume_command
+from raytrain.runs.outcome import StopReason, resume_command
 from raytrain.runs.status import RunStatus, write_status
 from tests.helpers.small_runs import config
 from tests.helpers.waiting import wait_for
@@ -274,7 +275,8 @@ def test_ctrl_c_stops_the_run_with_a_checkpoint_if_nobody_can_be_asked(client: A
     write_status(run_store(str(tmp_path), "first"), RunStatus(status="running"))
     interrupt_during_the_log(client, until=(tmp_path / "first" / "stop-request.json").exists)
     assert submit(tmp_path, "--name", "first", "--resume", "--trust") == 0
-    assert json.loads((tmp_path / "first" / "stop-request.json").read_text()) == {"kind": "signal", "detail": "SIGINT"}
+    reason = read_stop_request(run_store(str(tmp_path), "first"))
+    assert reason == StopReason("signal", "SIGINT")
     assert client.stopped == ""
 
 

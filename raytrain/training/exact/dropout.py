@@ -145,9 +145,9 @@ class _SampledDropout(nn.Module):
         """
         key, row_keys = self._key_of_call(), self.row_keys
         # A forward that checkpointing repeats must draw for the same rows, and the network may have got others since.
-        if torch._C._current_graph_task_id() != -1:  # pyright: ignore
-            row_keys = self.row_keys_of_shape.get(input.shape, row_keys)
-        elif not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling():
+            if torch._C._current_graph_task_id() != -1:  # pyright: ignore
+                row_keys = self.row_keys_of_shape.get(input.shape, row_keys)
             self.row_keys_of_shape[input.shape] = row_keys
 
         # Further dimensions have the size 1, so that all their elements share a number.
