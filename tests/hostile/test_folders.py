@@ -102,7 +102,7 @@ def test_upload_follows_links_within_the_folder(folder: Path, tmp_path: Path, s3
     (folder / "crimson").symlink_to("red")
     (tmp_path / "elsewhere").symlink_to(folder)
     assert upload(str(tmp_path / "elsewhere"), s3_url, quiet()).num_files == 9 + 1 + 4
-    with pytest.raises(UsageError, match="crimson/ and red/ in .* are one folder, by a link"):
+    with pytest.raises(UsageError, match=r"crimson/ and red/ in .* are one folder, by a link"):
         pack(str(tmp_path / "elsewhere"), str(tmp_path / "packed"), console=quiet())
     (folder / "crimson").unlink()
     assert pack(str(tmp_path / "elsewhere"), str(tmp_path / "packed"), console=quiet()).num_images == 10

@@ -61,7 +61,7 @@ def test_a_repeated_run_is_bitwise_the_same(world_size: int) -> None:
             assert [row.loss for row in second[name]["rows"]] == [row.loss for row in first[name]["rows"]]
 
 
-@pytest.mark.parametrize("world_size", [2, 3, FIVE])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow), FIVE])
 def test_any_number_of_workers_gets_bitwise_the_same_images(world_size: int) -> None:
     for name in chosen_cases(world_size):
         by_rank = [by_name[name]["seen"] for by_name in results(world_size)]

@@ -54,15 +54,9 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(
-    ("backend", "place"),
-    [
-        ("local", "a file"),
-        pytest.param("local", "the script", marks=pytest.mark.slow),
-        pytest.param("ray", "a file", marks=pytest.mark.slow),
-        pytest.param("ray", "the script", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["a file", "the script"])
+@pytest.mark.parametrize("backend", ["local", "ray"])
 def test_classes_of_a_loop_are_known_in_processes_that_it_spawns(
     backend: str, place: str, images: Path, tmp_path: Path
 ) -> None:

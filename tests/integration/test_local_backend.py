@@ -100,6 +100,7 @@ def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> raytrain.Trai
     return raytrain.train(options(data, tmp_path_factory.mktemp("whole"), **FOUR_EPOCHS))
 
 
+@pytest.mark.slow
 def test_a_run_that_stopped_in_an_epoch_resumes_on_another_number_of_workers(
     whole: raytrain.TrainResult, data: Path, tmp_path: Path
 ) -> None:

@@ -513,6 +513,7 @@ def test_on_one_worker_too(tmp_path: Any) -> None:
     assert wrong_weights(case, train_each(list(LOOPS), case, str(tmp_path))) == {}
 
 
+@pytest.mark.slow
 def test_after_a_stop_another_number_of_workers_goes_on() -> None:
     """From 2 workers to 3, and from these to 1, each time in the middle of an epoch."""
     case = Case(config(batch_size=12), 46)

@@ -96,6 +96,7 @@ def serving(runs: Path, port: int) -> Iterator[tuple[str, subprocess.Popen[str]]
         serve.shutdown()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ray_cluster")
 def test_clients_at_the_same_time_get_the_classes_of_their_own_images(runs: Path) -> None:
     random = np.random.default_rng(0)
