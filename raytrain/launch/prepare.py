@@ -1,4 +1,4 @@
-"""The steps before a run starts, in the order in which :func:`raytrain.train` calls them.
+"""The steps before a run starts, in the order in which ``raytrain.train`` calls them.
 
 1. :func:`raytrain.launch.option_checks.check_options` refuses options that no run can start with. It reads nothing.
 2. :func:`settle_options` names the run, and checks by a few requests whether its name is free, whether there are
