@@ -27,8 +27,8 @@ from raytrain.data.plan.batch_plan import samples_of
 from raytrain.data.plan.permutation import Int64s
 from raytrain.diagnostics.suspicious_labels import check_can_rank, rank_labels, write_labels
 from raytrain.errors import UsageError
+from raytrain.launch.choose_options import open_decided
 from raytrain.launch.option_checks import check_named
-from raytrain.launch.prepare import open_decided
 from raytrain.launch.suspicious_pictures import read_training_pictures
 from raytrain.runs.documents import new_name, plain, run_store
 from raytrain.runs.metric_row import NUM_SUSPICIOUS_SHOWN, SkippedImage

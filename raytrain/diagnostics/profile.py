@@ -26,8 +26,8 @@ from raytrain.config.named_functions import load_optional
 from raytrain.config.option_calls import takes_config
 from raytrain.config.option_values import Location
 from raytrain.errors import UsageError, format_count
+from raytrain.launch.choose_options import open_decided
 from raytrain.launch.option_checks import check_options
-from raytrain.launch.prepare import open_decided
 from raytrain.launch.train import train
 from raytrain.runs.documents import run_store
 from raytrain.storage.open import absolute_path, open_store

@@ -28,7 +28,8 @@ from raytrain.experiments.trials import Trial, as_typed, num_digits, trial_of, t
 from raytrain.launch.gpus import gpus
 from raytrain.launch.notification import Notification, notify_target
 from raytrain.launch.placement import Placement, device_kind
-from raytrain.launch.prepare import Loop, PreparedRun, RunGroup, check_budget
+from raytrain.launch.prepare import Loop, PreparedRun, RunGroup
+from raytrain.launch.resume import check_budget
 from raytrain.monitor.cost import CostMeter
 from raytrain.monitor.document_writer import DocumentWriter
 from raytrain.monitor.snapshot import Snapshot

@@ -43,7 +43,8 @@ from raytrain.errors import LoopFailed, RaytrainError, StorageError, UsageError
 from raytrain.launch.coordinator import SENT_WITHIN_S, Coordinator
 from raytrain.launch.group_messages import GroupMessages
 from raytrain.launch.option_checks import check_named, check_named_code, check_warmup
-from raytrain.launch.prepare import PreparedRun, TrainRequest, already_trained, prepare, settle_options
+from raytrain.launch.prepare import PreparedRun, TrainRequest, prepare, settle_options
+from raytrain.launch.resume import already_trained
 from raytrain.launch.session import RunSession
 from raytrain.loader.decoders import NewProcess
 from raytrain.loader.machine import gpu_decoder_problem

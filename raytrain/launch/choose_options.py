@@ -1,7 +1,7 @@
 """Choose the options that the user has not given, by the images: those that an expert would begin with.
 
-The recipe ``auto`` leaves options open (``open_options``), and :func:`choose_options` decides on them when the images
-are listed. There are three cases:
+The recipe ``auto`` leaves options open (``open_options``), and :func:`choose_options` decides on them once
+:func:`open_decided` has listed the images. There are three cases:
 
 - **Photographs**, and a network with weights of ImageNet. In the first epoch only the head learns, on features that are
   good already; then all layers learn, at a rate low enough to forget little. Batch norm keeps the statistics of the
@@ -29,13 +29,15 @@ import numpy as np
 from raytrain.config import TrainConfig
 from raytrain.config.named_functions import names_own_function
 from raytrain.config.network import Size, first_and_full_size, timm_name
-from raytrain.data.dataset import Dataset
+from raytrain.data.dataset import Dataset, open_dataset
 from raytrain.data.images.decode import read_header
 from raytrain.data.images.fetch_and_decode import read_contents, require_bytes
 from raytrain.data.images.image_format import BadImage
 from raytrain.errors import StorageError, flag
 from raytrain.launch.gpus import gpus
 from raytrain.recipes import auto, cifar10_fast
+from raytrain.runs.logs import STARTUP
+from raytrain.storage.store import Store
 from raytrain.training.weights_source import DEFAULT, check_downloads
 
 if TYPE_CHECKING:
@@ -80,6 +82,37 @@ class Network(NamedTuple):
     batch_norm: bool
     grouped: bool  # convolutions of groups of channels, such as depthwise ones
     head: bool  # a layer that gives one number per class
+
+
+def open_decided(
+    config: TrainConfig, store: Store, loop: object = None, *, needs_weights: bool = True
+) -> tuple[TrainConfig, Dataset]:
+    """Return the options with everything that the images and the weights decide, and the images.
+
+    The images are listed, or read from the documents in ``store`` if the run has stored them. With a ``loop`` of the
+    user's own, open options keep their defaults: it may train another network in its own way. Raises StorageError if
+    the images decide on weights that cannot be downloaded, unless nothing ``needs_weights``.
+    """
+    if not config.open_options or loop is not None or config.loop is not None:
+        config = dataclasses.replace(with_preprocessing_of_weights(config), open_options=())
+        return config, open_dataset(config, store)
+    data = open_dataset(config, store)
+    STARTUP.info("looking at the images …")
+    config = with_preprocessing_of_weights(choose_options(config, data, needs_weights=needs_weights))
+    return config, data.treated_as(config)
+
+
+def with_preprocessing_of_weights(config: TrainConfig) -> TrainConfig:
+    """Return the options, with the image size, cropping and normalisation of timm's weights if they are left open."""
+    name = timm_name(config.model)
+    if name is None or config.weights != DEFAULT:
+        return config
+    from raytrain.training.networks.model import preprocessing_of_weights  # imports torch and timm
+
+    defaults = preprocessing_of_weights(name, config.channels)
+    return dataclasses.replace(
+        config, **{option: value for option, value in defaults.items() if getattr(config, option) is None}
+    )
 
 
 def choose_options(config: TrainConfig, data: Dataset, *, needs_weights: bool = True) -> TrainConfig:

@@ -3,7 +3,8 @@
 1. :func:`raytrain.launch.option_checks.check_options` refuses options that no run can start with. It reads nothing.
 2. :func:`settle_options` names the run, and checks by a few requests whether its name is free, whether there are
    images, and, if it resumes, with which options it was started. After that, a cluster may start.
-3. :func:`already_trained` finds a resume that has nothing to do, and refuses one that has spent its dollars.
+3. :func:`raytrain.launch.resume.already_trained` finds a resume that has nothing to do, and refuses one that has spent
+   its dollars.
 4. :func:`prepare` lists the images, which may take minutes, and takes ownership of the run.
 """
 
@@ -20,27 +21,24 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from raytrain.config import ResolvedConfig, TrainConfig
-from raytrain.config.network import Precision, Resizer, timm_name
-from raytrain.config.option_marks import Mark
-from raytrain.config.options import options_with
+from raytrain.config.network import Precision, Resizer
 from raytrain.data.images.crop_box import fastest_resizer
-from raytrain.errors import StorageError, UsageError, flag, format_count
+from raytrain.errors import StorageError, UsageError
+from raytrain.launch.choose_options import open_decided
 from raytrain.launch.notification import check_notify
 from raytrain.launch.option_checks import check_cuda_graphs, choose_decoder, useless_lengths
 from raytrain.launch.placement import Placement, fastest_precision
+from raytrain.launch.resume import resumed_options
 from raytrain.loader.machine import gpu_decoder_problem
 from raytrain.monitor.snapshot import View
 from raytrain.monitor.stop_request import StopSignals
-from raytrain.recipes import RECIPES
 from raytrain.runs.checkpoint_files import Identity, newest_checkpoint, newest_step
 from raytrain.runs.documents import (
     CONFIG,
     STATUS,
     STOP_REQUEST,
-    SUMMARY,
     SWEEP,
     is_run_file,
-    known_fields,
     new_name,
     read_config,
     read_json,
@@ -49,12 +47,11 @@ from raytrain.runs.documents import (
 )
 from raytrain.runs.logs import STARTUP, DriverLog
 from raytrain.runs.metric_row import SkipLimit
-from raytrain.runs.outcome import TrainResult, stop_reason_of
 from raytrain.runs.ownership import RunClaim, claim_run
 from raytrain.runs.records import delete_run
 from raytrain.runs.status import RunStatus, parse_status, read_status, stored_status
 from raytrain.storage.lent_credentials import Scope
-from raytrain.training.weights_source import DEFAULT, check_downloads
+from raytrain.training.weights_source import check_downloads
 
 if TYPE_CHECKING:
     from raytrain.data.dataset import Dataset
@@ -186,126 +183,6 @@ def _check_free(config: TrainConfig, name: str, store: Store) -> None:
         )
 
 
-def resumed_options(config: TrainConfig, before: TrainConfig) -> TrainConfig:
-    """Return the options of a run that resumes: those that ``config`` leaves undecided are as in ``before``.
-
-    ``config`` is what the user asks for now, ``before`` are the options of the last attempt. On another number of
-    workers, a run thus keeps its global batch size and its learning rate. Raises UsageError if an option differs that
-    decides on the layout of the state in checkpoints, or on the images that are held out.
-    """
-    # Options that --recipe auto leaves open have been decided by the images when the run started.
-    if config.open_options:
-        plain = RECIPES[config.recipe]()
-        decided = [name for name in config.open_options if getattr(config, name) == getattr(plain, name)]
-        config = dataclasses.replace(config, open_options=(), **{name: getattr(before, name) for name in decided})
-
-    # Options that decide on the layout of the state in checkpoints cannot change.
-    for option in options_with(Mark.SHAPES_STATE):
-        asked, stored = getattr(config, option), getattr(before, option)
-        if asked != stored:
-            raise UsageError(
-                f"{flag(option)} is {asked}, and the run was started with {stored}; resume with that, or start another "
-                "run from its --weights."
-            )
-    # Neither can those that decide on the images held out: images that were trained on would be evaluated.
-    split = ("validation_fraction", "validation_fold", "group_by")
-    for option in split:
-        asked, stored = getattr(config, option), getattr(before, option)
-        if asked not in (None, stored):
-            raise UsageError(
-                f"{flag(option)} is {asked}, and the run was started with {stored or 'none'}, which decided on the "
-                "images held out for validation; omit it, or start another run."
-            )
-
-    # Options that were not given are as they were. First those that are decided at the start of a run.
-    undecided = [option for option in options_with(Mark.DECIDED_AT_START) if getattr(config, option) is None]
-    # Then the split of the images, unless these or their labels come from elsewhere now. Whether they are the run's
-    # images is checked later.
-    places = ("validation_data", "validation_labels", "label_pattern")
-    has_places = all(getattr(config, option) == getattr(before, option) for option in places)
-    if has_places and (config.labels is None) == (before.labels is None):
-        undecided += [option for option in split if getattr(config, option) is None]
-    # Then those that describe the run: without the price, its cost so far would be lost, and `raytrain tag` may have
-    # changed its note since the script was written that resumes it. So may have its tags, which are kept beside new
-    # ones.
-    undecided += [option for option in options_with(Mark.DESCRIBES_RUN) if getattr(config, option) in (None, ())]
-    return dataclasses.replace(
-        config,
-        tag=tuple(dict.fromkeys([*before.tag, *config.tag])),
-        precision=before.precision if config.precision == "auto" else config.precision,
-        resizer=before.resizer if config.resizer == "auto" else config.resizer,
-        decoder=before.decoder if config.decoder == "auto" else config.decoder,
-        channels_last=before.channels_last if config.channels_last == "auto" else config.channels_last,
-        **{option: getattr(before, option) for option in undecided if option != "tag"},
-    )
-
-
-def check_budget(config: TrainConfig, before: RunStatus, subject: str) -> None:
-    """Raise UsageError if ``subject``, a run or a sweep with the status ``before``, has spent ``--max-cost`` already.
-
-    Nothing is raised without that option.
-
-    Example: ``check_budget(config, read_status(store), "Run 'first'")``
-    """
-    if config.max_cost is not None and (before.dollars or 0.0) >= config.max_cost:
-        raise UsageError(
-            f"{subject} has cost ${before.dollars:,.2f} already, and --max-cost is {config.max_cost:g}; give a higher "
-            "limit to go on."
-        )
-
-
-def already_trained(config: TrainConfig) -> tuple[TrainResult, str] | None:
-    """Return the earlier result of a resumed run that has nothing to do, with a sentence that says so; else None.
-
-    A run has nothing to do if it has its epochs already, or would stop again at once. Raises UsageError if there is
-    more to do, but the dollars of ``--max-cost`` are spent. ``config`` is what :func:`settle_options` returns.
-    """
-    if not config.resume:
-        return None
-    store = run_store(config.storage, config.name or "")
-    ended = _ended_for_good(config, store)
-    if ended is None:
-        check_budget(config, read_status(store), f"Run {config.name!r}")
-    return ended
-
-
-def _ended_for_good(config: TrainConfig, store: Store) -> tuple[TrainResult, str] | None:
-    """Return the result of a resumed run that would not train any step, and a sentence that says so; else None."""
-    if not store.exists(CONFIG) or newest_checkpoint(store) is None:
-        return None
-    before, status, summary = read_config(store), read_status(store), read_json(store, SUMMARY)
-    # Whoever gives another batch size or number of steps wants a run of another length.
-    if (config.batch_size, config.max_steps) != (before.batch_size, before.max_steps):
-        return None
-
-    # It finished with as many epochs; or it was stopped on the way to more epochs, and has those asked for now; or an
-    # option has stopped it that still has the same value, and would stop it again at its first evaluation.
-    is_stopped, stop_reason = status.status == "stopped", stop_reason_of(summary)
-    steps_per_epoch = -(-status.num_steps // before.epochs)  # rounded up
-    has_finished = status.status == "finished" and config.epochs <= before.epochs
-    has_enough = is_stopped and not before.max_steps and config.epochs * steps_per_epoch <= status.step
-    ended_by = stop_reason.option if stop_reason and is_stopped else None
-    would_stop_again = ended_by is not None and getattr(config, ended_by) == getattr(before, ended_by)
-    if not (has_finished or has_enough or would_stop_again):
-        return None
-    try:
-        result = TrainResult(**{**known_fields(TrainResult, summary), "stop_reason": stop_reason})
-    except TypeError:  # the summary is missing or damaged
-        return None
-
-    # The sentence.
-    because = f"has {format_count(result.epochs, 'epoch')} already, and --epochs is {config.epochs}"
-    if config.max_steps is not None and result.steps >= config.max_steps:
-        because = f"has {format_count(result.steps, 'step')} already, and --max-steps is {config.max_steps}"
-    advice = ""
-    if ended_by is not None and would_stop_again:
-        because = (
-            f"was stopped by {flag(ended_by)} {getattr(config, ended_by)} after {format_count(result.epochs, 'epoch')}"
-        )
-        advice = f"; give another {flag(ended_by)}, or none, to train on"
-    return result, f"Run {config.name!r} {because}: there is nothing to do, and nothing was changed{advice}."
-
-
 def prepare(config: TrainConfig, request: TrainRequest | None = None) -> PreparedRun:
     """List the images of a run, and take ownership of it until the returned context is left.
 
@@ -365,41 +242,6 @@ def prepare(config: TrainConfig, request: TrainRequest | None = None) -> Prepare
         claim=claim,
         log=None if request.group else DriverLog(claim.owned_store),
         **vars(request),
-    )
-
-
-def open_decided(
-    config: TrainConfig, store: Store, loop: Loop | None = None, *, needs_weights: bool = True
-) -> tuple[TrainConfig, Dataset]:
-    """Return the options with everything that the images and the weights decide, and the images.
-
-    The images are listed, or read from the documents in ``store`` if the run has stored them. With a ``loop`` of the
-    user's own, open options keep their defaults: it may train another network in its own way. Raises StorageError if
-    the images decide on weights that cannot be downloaded, unless nothing ``needs_weights``.
-    """
-    from raytrain.data.dataset import open_dataset
-
-    if not config.open_options or loop is not None or config.loop is not None:
-        config = dataclasses.replace(with_preprocessing_of_weights(config), open_options=())
-        return config, open_dataset(config, store)
-    from raytrain.launch.choose_options import choose_options  # imports torch, for the network that it looks at
-
-    data = open_dataset(config, store)
-    STARTUP.info("looking at the images …")
-    config = with_preprocessing_of_weights(choose_options(config, data, needs_weights=needs_weights))
-    return config, data.treated_as(config)
-
-
-def with_preprocessing_of_weights(config: TrainConfig) -> TrainConfig:
-    """Return the options, with the image size, cropping and normalisation of timm's weights if they are left open."""
-    name = timm_name(config.model)
-    if name is None or config.weights != DEFAULT:
-        return config
-    from raytrain.training.networks.model import preprocessing_of_weights  # imports torch and timm
-
-    defaults = preprocessing_of_weights(name, config.channels)
-    return dataclasses.replace(
-        config, **{option: value for option, value in defaults.items() if getattr(config, option) is None}
     )
 
 

@@ -13,7 +13,8 @@ import pytest
 
 import raytrain
 from raytrain import TrainConfig, TrainingFailed, UsageError
-from raytrain.launch.prepare import prepare, resumed_options, settle_options
+from raytrain.launch.prepare import prepare, settle_options
+from raytrain.launch.resume import resumed_options
 from raytrain.runs.status import RunStatus, write_status
 from raytrain.storage.open import open_store
 from tests.helpers.small_runs import config, documents, local_config

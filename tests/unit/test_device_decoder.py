@@ -29,6 +29,7 @@ from raytrain.data.plan.partition import CacheOrder, Partition
 from raytrain.data.plan.permutation import Int64s
 from raytrain.errors import UsageError
 from raytrain.launch import option_checks, prepare
+from raytrain.launch.resume import resumed_options
 from raytrain.loader import machine
 from raytrain.loader.image_cache import choose_cache
 from raytrain.loader.machine_batches import SharedBlocks
@@ -309,8 +310,8 @@ def test_a_run_decodes_on_gpus_if_all_of_them_can_and_keeps_that(
         before = decided("auto", "fits")
 
     # A resume keeps what was decided, and changes it if it is told to.
-    assert prepare.resumed_options(asked, before).decoder == "gpu"
-    assert prepare.resumed_options(dataclasses.replace(asked, decoder="cpu"), before).decoder == "cpu"
+    assert resumed_options(asked, before).decoder == "gpu"
+    assert resumed_options(dataclasses.replace(asked, decoder="cpu"), before).decoder == "cpu"
     assert training_format(before).as_files and not evaluation_format(before).as_files
 
 

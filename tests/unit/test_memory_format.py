@@ -14,6 +14,7 @@ from raytrain import recipes
 from raytrain.config import TrainConfig
 from raytrain.launch import prepare
 from raytrain.launch.prepare import TrainRequest
+from raytrain.launch.resume import resumed_options
 from raytrain.training.networks.memory_format import suits_channels_last
 from raytrain.training.run import Run
 from tests.helpers.small_runs import make_images
@@ -100,7 +101,7 @@ def test_a_run_writes_down_what_was_decided(
 @pytest.mark.parametrize(("asked", "kept"), [("auto", True), (False, False)])
 def test_a_resumed_run_keeps_it(asked: Any, kept: bool) -> None:
     before = resolved(recipes.custom(**SMALL), channels_last=True)
-    assert prepare.resumed_options(recipes.custom(**SMALL, channels_last=asked), before).channels_last is kept
+    assert resumed_options(recipes.custom(**SMALL, channels_last=asked), before).channels_last is kept
 
 
 def test_old_runs_and_the_recipes_have_what_they_had() -> None:

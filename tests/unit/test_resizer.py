@@ -21,6 +21,7 @@ from raytrain.errors import UsageError
 from raytrain.launch import prepare
 from raytrain.launch.local.local_launch import LocalLaunch
 from raytrain.launch.ray.feed.data_feed import DataFeed
+from raytrain.launch.resume import resumed_options
 from raytrain.recipes import cifar10, custom
 from tests.helpers.photographs import as_jpeg, draw
 from tests.helpers.small_runs import make_images
@@ -86,7 +87,7 @@ def test_only_images_for_training_are_resized_by_another_library_than_pillow() -
 def test_a_resumed_run_keeps_its_library(given: str) -> None:
     before = cifar10(resizer="cykooz")
     now = cifar10(resizer=given)
-    assert prepare.resumed_options(now, before).resizer == ("cykooz" if given == "auto" else "pillow")
+    assert resumed_options(now, before).resizer == ("cykooz" if given == "auto" else "pillow")
     decided = {"name": "a", "num_workers": 1, "device": "cpu", "mean": (0.5,) * 3, "std": (0.5,) * 3}
     assert now.resolve(**decided, fastest_resizer="cykooz").resizer == ("cykooz" if given == "auto" else "pillow")
 
