@@ -22,13 +22,11 @@ from __future__ import annotations
 import os
 import secrets
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from types import CellType, FunctionType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
@@ -37,27 +35,22 @@ from raytrain.config import ResolvedConfig, TrainConfig
 from raytrain.config.option_calls import takes_config
 from raytrain.config.option_marks import Mark
 from raytrain.config.options import options_with
-from raytrain.config.user_code import describe, trace_of
 from raytrain.data.dataset import Dataset
-from raytrain.errors import LoopFailed, RaytrainError, StorageError, UsageError
-from raytrain.launch.coordinator import SENT_WITHIN_S, Coordinator
-from raytrain.launch.group_messages import GroupMessages
+from raytrain.errors import LoopFailed, StorageError, UsageError
+from raytrain.launch.attached_launch import AttachedCoordinator, AttachedLaunch, GroupMessages, MessageReporter
 from raytrain.launch.option_checks import check_named, check_named_code, check_warmup
-from raytrain.launch.prepare import PreparedRun, TrainRequest, prepare, settle_options
+from raytrain.launch.prepare import TrainRequest, prepare, settle_options
 from raytrain.launch.resume import already_trained
-from raytrain.launch.session import RunSession
 from raytrain.loader.decoders import NewProcess
 from raytrain.loader.machine import gpu_decoder_problem
 from raytrain.loader.process_group import ProcessGroup
 from raytrain.loader.restarting_batches import RestartingBatches, machine_cache, start_decoding
 from raytrain.loader.transform_processes import transformed
-from raytrain.monitor.events import Event, Note, TimedEvent, parse_event
-from raytrain.monitor.snapshot import Snapshot, View
+from raytrain.monitor.events import Note
+from raytrain.monitor.snapshot import View
 from raytrain.monitor.stop_request import StopSignals
 from raytrain.runs.logs import ProcessLog
-from raytrain.runs.machine_history import MachineUse
-from raytrain.runs.metric_row import MetricRow, SkippedImage, SuspiciousLabel
-from raytrain.runs.outcome import Outcome, StopReason, TrainResult
+from raytrain.runs.outcome import StopReason
 from raytrain.storage.store import Store
 from raytrain.trackers.open_trackers import Trackers, open_trackers
 from raytrain.training.assembly import errors_of_loop, load_initial_weights, make_run, training
@@ -66,9 +59,6 @@ from raytrain.training.run_spec import RunSpec
 
 if TYPE_CHECKING:
     from raytrain.launch.ray.train_reports import RayReports, Report
-
-_MAY_END_TOPIC = "{} may end"
-"""Topic of the message to a worker that process 0 has written how the run ended, and sent the files of its loop."""
 
 
 @takes_config
@@ -139,8 +129,12 @@ def _attached(config: TrainConfig, request: TrainRequest, trackers: Trackers) ->
     """Be a worker of the run in this context; see :func:`attach`."""
     group = ProcessGroup()
     rank, world_size = group.rank_and_size()
-    report_to_ray = _ray_report_function()
-    device = _meet(config, group, in_ray=report_to_ray is not None)
+    report: Report | None = None  # to Ray Train or Ray Tune, if one of them has started this process
+    if "ray.train" in sys.modules:  # as in all processes of theirs; elsewhere, its import would take seconds
+        from raytrain.launch.ray.train_reports import report_to_ray
+
+        report = report_to_ray()
+    device = _meet(config, group, in_ray=report is not None)
 
     with ExitStack() as opened:
         # Process 0 prepares the run and has a launch, whose session sees the run to its end in a thread. All processes
@@ -159,8 +153,8 @@ def _attached(config: TrainConfig, request: TrainRequest, trackers: Trackers) ->
             spec, run = _make_run(inputs, request, group, device, reporter, processes, opened)
             if launch is not None:
                 launch.send_files = run.files.send_rest
-            if report_to_ray is not None:
-                reports = _start_reports(report_to_ray, run, spec, launch, messages, signals)
+            if report is not None:
+                reports = _start_reports(report, run, spec, launch, messages, signals)
             with training(spec, run):
                 with errors_of_loop(spec, run):
                     yield run
@@ -178,7 +172,11 @@ def _attached(config: TrainConfig, request: TrainRequest, trackers: Trackers) ->
             failure = None
             run.result = group.from_first(lambda: cast(AttachedLaunch, launch).conclude(outcome))
             if reports is not None:
-                _finish_reports(reports, run.result, outcome, inputs.store, rank)
+                checkpoint = None
+                if rank == 0 and outcome.checkpoint is not None:
+                    with suppress(StorageError):  # which may have gone away since
+                        checkpoint = inputs.store.get(outcome.checkpoint)
+                reports.finish({"status": run.result.status, "run_dir": run.result.run_dir}, checkpoint)
 
         if failure is not None:  # outside of the except clause, so that the error is raised without a context
             # errors_of_loop makes a LoopFailed of the block's own error. The caller gets the own error.
@@ -341,16 +339,6 @@ def _make_run(
     return spec, make_run(spec, images, reporter, device, weights)
 
 
-def _ray_report_function() -> Report | None:
-    """Return Ray's function for reports if this is a worker of Ray Train or a trial of Ray Tune; None elsewhere."""
-    # Ray has imported it in such a process. Elsewhere, its import would take seconds for nothing.
-    if "ray.train" not in sys.modules:
-        return None
-    from raytrain.launch.ray.train_reports import report_to_ray
-
-    return report_to_ray()
-
-
 def _start_reports(
     report: Report,
     run: Run,
@@ -375,243 +363,3 @@ def _start_reports(
     if launch is not None:
         launch.coordinator.on_row = reports.add
     return reports
-
-
-def _finish_reports(reports: RayReports, result: TrainResult, outcome: Outcome, store: Store, rank: int) -> None:
-    """Make the last report to Ray: the run's result and, on worker 0, its last checkpoint, if storage still answers."""
-    checkpoint = None
-    if rank == 0 and outcome.checkpoint is not None:
-        with suppress(StorageError):
-            checkpoint = store.get(outcome.checkpoint)
-    reports.finish({"status": result.status, "run_dir": result.run_dir}, checkpoint)
-
-
-class AttachedCoordinator(Coordinator):
-    """The coordinator of a run whose worker 0 is a thread of the same process, and that worker's reporter.
-
-    ``monitor_arguments`` are those of :class:`raytrain.monitor.monitor.RunMonitor`, as for any coordinator.
-    """
-
-    def __init__(self, name: str, store: Store, signals: StopSignals, **monitor_arguments: Any) -> None:
-        super().__init__(name, store, **monitor_arguments)
-        self._signals = signals
-        self.on_row: Callable[[MetricRow], None] | None = None
-        """Called with each row of the history."""
-        self.left_by: BaseException | None = None
-        """The exception by which the loop of this process was left: an error of the loop, or, say, a second Ctrl-C."""
-
-    def record(self, row: MetricRow) -> None:
-        super().record(row)
-        if self.on_row is not None:
-            self.on_row(row)
-
-    def stop_requested(self) -> bool:
-        """Return whether somebody asked the run to stop: in storage, on its page, or this process by a signal."""
-        return self.stop_request is not None or self._signals.stop_request is not None
-
-    def checkpoint_requested(self) -> bool:
-        """Return False: there are only the checkpoints that the options ask for."""
-        return False
-
-    def fail(self, error: BaseException) -> None:
-        """Note the error by which worker 0 leaves its loop. It ends the run, because workers are not restarted.
-
-        A second Ctrl-C, and whatever else is no Exception, interrupts the session; see :meth:`AttachedLaunch.wait`.
-        """
-        if isinstance(error, RaytrainError):
-            # A coordinator gives a loop that failed another attempt if a restart may help. Here, nobody restarts.
-            final = LoopFailed(str(error), False) if isinstance(error, LoopFailed) else error
-            self.give_up(final, trace_of(error))
-        elif isinstance(error, Exception):
-            self.note_worker_failure(0, describe(error), trace_of(error))
-            self.note_lost_workers({})
-        self.left_by = error
-        self._end_has_come.set()
-
-
-class MessageReporter:
-    """The reporter of a worker other than worker 0. It sends messages to process 0, which has the coordinator.
-
-    A message is a list with the kind of the report and its values; :meth:`AttachedLaunch._deliver` takes it.
-    """
-
-    def __init__(self, messages: GroupMessages | None, rank: int, signals: StopSignals) -> None:
-        assert messages is not None  # there are several workers
-        self._messages, self._topic, self._signals = messages, f"worker {rank}", signals
-        self._stop_is_sent = False
-
-    # Reports that each worker makes.
-
-    def note_machine_use(self, use: MachineUse) -> None:
-        self._messages.send(self._topic, ["note_machine_use", asdict(use)])
-
-    def note_event(self, event: Event) -> None:
-        self._messages.send(self._topic, ["note_event", TimedEvent(0, 0.0, event.redacted()).to_json()])
-
-    def note_wait(self, rank: int, num_workers: int, place: str | None) -> None:
-        self._messages.send(self._topic, ["note_wait", rank, num_workers, place])
-
-    def note_skipped(self, images: Sequence[SkippedImage]) -> None:
-        self._messages.send(self._topic, ["note_skipped", [asdict(image) for image in images]])
-
-    def note_retries(self, num_requests: int) -> None:
-        self._messages.send(self._topic, ["note_retries", num_requests])
-
-    def note_decoded_on_cpu(self, num_images: int, reason: str) -> None:
-        self._messages.send(self._topic, ["note_decoded_on_cpu", num_images, reason])
-
-    def stop_requested(self) -> bool:
-        """Return whether a signal has asked this process to stop, and pass the request on to process 0 once.
-
-        Only worker 0 knows of other requests. The all-reduce of each step tells all workers of all requests.
-        """
-        request = self._signals.stop_request
-        if request is not None and not self._stop_is_sent:
-            self._messages.send(self._topic, ["stop", request.to_json()])
-            self._stop_is_sent = True
-        return request is not None
-
-    def fail(self, error: BaseException) -> None:
-        """Report the error by which this worker leaves its loop, and wait until process 0 has written how the run ends.
-
-        Wait for some seconds at most, and after a second Ctrl-C not at all.
-        """
-        is_sentence = isinstance(error, RaytrainError)
-        self._messages.send(self._topic, ["fail", str(error) if is_sentence else describe(error), is_sentence])
-        if isinstance(error, Exception):  # a second Ctrl-C, which ends the process at once, is none
-            self._messages.wait(_MAY_END_TOPIC.format(self._topic), SENT_WITHIN_S)
-
-    # Reports that worker 0 makes for all workers. They are never called here, but belong to the protocol of reporters.
-
-    def note_start(self, num_workers: int, step: int, measures_again: bool = False) -> None: ...
-
-    def record(self, row: MetricRow) -> None: ...
-
-    def replace_suspicious_labels(self, labels: Sequence[SuspiciousLabel]) -> None: ...
-
-    def flush(self) -> None: ...
-
-    def checkpoint_requested(self) -> bool:
-        return False
-
-
-class AttachedLaunch:
-    """A :class:`~raytrain.launch.session.Launch` of workers that run already. It lives in process 0."""
-
-    ends_workers = False
-
-    def __init__(self, prepared: PreparedRun, config: ResolvedConfig, num_workers: int) -> None:
-        self.config, self.num_workers = config, num_workers
-        self._prepared = prepared
-        self._messages: GroupMessages | None = None
-        self.send_files: Callable[[float], None] = lambda within_s: None
-        """Sends what worker 0 has written into ``run.folder``, if that is kept in a bucket."""
-        self._result: Future[TrainResult] = Future()
-        plan = prepared.data.plan(config)
-        self.coordinator = AttachedCoordinator(
-            prepared.name,
-            prepared.store,
-            prepared.signals,
-            num_steps=plan.num_steps,
-            steps_per_epoch=plan.steps_per_epoch,
-            skip_limit=prepared.skip_limit(),
-            started_at=prepared.started_at,
-            elapsed_before_s=prepared.status_before.elapsed_s,
-        )
-
-    def start_session(self, messages: GroupMessages | None) -> None:
-        """Start the thread with the run's session. ``messages`` have the reports of the other workers, if any."""
-        self._messages = messages
-        threading.Thread(target=self._watch, daemon=True, name="run-session").start()
-
-    def _watch(self) -> None:
-        """Run the session to the run's end, in a thread, and set its result or its exception."""
-        try:
-            with RunSession(self._prepared, self) as session:
-                self._result.set_result(session.watch())
-        except BaseException as error:
-            self._result.set_exception(error)
-            # Nothing writes documents or passes on requests to stop any more, so the loop must not train on for hours.
-            # When it has stopped, conclude() raises the error.
-            self.coordinator.request_stop(StopReason("caller", "the thread that records the run has failed"))
-
-    def conclude(self, outcome: Outcome) -> TrainResult:
-        """Give the session the workers' outcome, and return the result once it is written.
-
-        Raises the exception with which the session ended, if any.
-        """
-        self.coordinator.conclude(outcome)
-        return self._result.result()
-
-    def wait_for_session(self) -> None:
-        """Wait until a failure is written. The session's exception is ignored, because the error itself is raised."""
-        self._result.exception()
-
-    # The methods that the session calls.
-
-    def start(self) -> Coordinator:
-        return self.coordinator
-
-    def poll(self, snapshot: Snapshot) -> None:
-        self._take_messages()
-
-    def wait(self, timeout_s: float) -> bool:
-        """Wait at most ``timeout_s`` for the end of the run; return whether worker 0 has left its loop by an error.
-
-        If it has left the loop by another exception, such as a second Ctrl-C, raise that, which interrupts the session.
-        """
-        self.coordinator.wait_for_end(timeout_s)
-        left_by = self.coordinator.left_by
-        if left_by is not None and not isinstance(left_by, Exception):
-            raise left_by
-        return left_by is not None
-
-    def failure(self) -> str | None:
-        """Return None: only the launcher knows how a process has ended that did not report an error."""
-        return None
-
-    def end_workers(self) -> None:
-        """Take the messages that are left, and send the files of the loop. Only the launcher can end the workers."""
-        self._take_messages()
-        self.send_files(SENT_WITHIN_S)
-
-    def close(self, *, finished: bool) -> None:
-        """Tell the other workers that all is written, and that their processes may end."""
-        if (messages := self._messages) is not None:
-            for rank in range(1, self.num_workers):
-                messages.send(_MAY_END_TOPIC.format(f"worker {rank}"), True)
-
-    def _take_messages(self) -> None:
-        """Pass on to the coordinator the messages that the other workers have sent since the last call."""
-        for rank in range(1, self.num_workers):
-            while self._messages is not None and (message := self._messages.take(f"worker {rank}")) is not None:
-                with suppress(KeyError, TypeError, ValueError):  # a message that no worker has sent
-                    self._deliver(rank, message)
-
-    def _deliver(self, rank: int, message: Any) -> None:
-        """Call the method of the coordinator that a message of worker ``rank`` is for.
-
-        Raises KeyError, TypeError or ValueError if no worker sends such a message.
-        """
-        coordinator = self.coordinator
-        match message:
-            case ["note_machine_use", use]:
-                coordinator.note_machine_use(MachineUse(**use))
-            case ["note_event", event]:
-                _, parsed = parse_event(event)
-                coordinator.note_event(parsed)
-            case ["note_wait", int(waiting), int(num_workers), place]:
-                coordinator.note_wait(waiting, num_workers, place)
-            case ["note_skipped", images]:
-                coordinator.note_skipped([SkippedImage.from_json(image) for image in images])
-            case ["note_retries", int(num_requests)]:
-                coordinator.note_retries(num_requests)
-            case ["note_decoded_on_cpu", int(num_images), str(reason)]:
-                coordinator.note_decoded_on_cpu(num_images, reason)
-            case ["stop", request]:
-                coordinator.request_stop(StopReason.from_json(request))
-            case ["fail", str(reason), bool(is_sentence)]:
-                sentence = reason if is_sentence else f"worker {rank} failed: {reason}"
-                coordinator.give_up(LoopFailed(sentence, restart_may_help=False))
-            case _:
-                raise ValueError(f"{message!r:.80} is no message of a worker")

@@ -60,7 +60,7 @@ class Launch(Protocol):
 
     There are three: on a Ray cluster (:class:`~raytrain.launch.ray.ray_launch.RayLaunch`), on this machine without Ray
     (:class:`~raytrain.launch.local.local_launch.LocalLaunch`), and of workers that something else has started
-    (:class:`~raytrain.launch.attach.AttachedLaunch`).
+    (:class:`~raytrain.launch.attached_launch.AttachedLaunch`).
     """
 
     config: ResolvedConfig

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import raytrain
 from raytrain.display.look import look
 from raytrain.errors import StorageError, TrainingFailed, UsageError
-from raytrain.launch.group_messages import GroupMessages
+from raytrain.launch.attached_launch import GroupMessages
 from raytrain.monitor.snapshot import Snapshot
 from raytrain.runs.documents import run_store
 from raytrain.runs.status import read_status

@@ -22,7 +22,7 @@ from typing import Any
 import ray.train
 import ray.tune
 
-from raytrain.launch.group_messages import GroupMessages
+from raytrain.launch.attached_launch import GroupMessages
 from raytrain.launch.ray.private_api import is_tune_trial
 from raytrain.runs.metric_row import MetricRow
 from raytrain.storage.temporary_files import TemporaryFolder
