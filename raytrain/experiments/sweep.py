@@ -9,17 +9,15 @@ cross-validation train in the same way, because each trains on other images.
 from __future__ import annotations
 
 import dataclasses
-import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from raytrain.config import TrainConfig
 from raytrain.config.named_functions import load_optional
 from raytrain.config.pickled_code import check_loop
 from raytrain.errors import UsageError
 from raytrain.experiments.optuna_study import check_optuna
-from raytrain.experiments.scaling import Compared
 from raytrain.experiments.search_space import Pruner, Sampler
 from raytrain.experiments.sweep_plan import Sweep, plan_sweep
 from raytrain.experiments.sweep_result import SweepResult
@@ -34,7 +32,7 @@ from raytrain.monitor.stop_request import StopSignals
 from raytrain.runs.checkpoint_files import Identity
 from raytrain.runs.documents import CONFIG, new_name, read_config
 from raytrain.trackers.open_trackers import open_trackers
-from raytrain.training.metrics.evaluation_metrics import is_lower_better, measured_metrics
+from raytrain.training.metrics.evaluation_metrics import measured_metrics
 
 if TYPE_CHECKING:
     from raytrain.training.run import Run
@@ -68,11 +66,18 @@ def sweep(
     open_trackers(config.track)  # raises UsageError if no trial could open them
     if loop is not None:
         check_loop(loop)
-    words = _words_of_vary(vary)
-    words += [] if folds is None else [_vary_folds(folds)]
-    planned = plan_sweep(config, words, trials, sampler=sampler, pruner=pruner, trust=trust)
-    _check_pruner(planned, pruner, early_stopping=early_stopping)
-    _check_target(planned, config, target)
+    planned = plan_sweep(
+        config,
+        vary,
+        trials,
+        folds=folds,
+        sampler=sampler,
+        pruner=pruner,
+        early_stopping=early_stopping,
+        target=target,
+        trust=trust,
+    )
+    check_optuna(planned.sampler, planned.pruner)
 
     # A mistake in the options of any trial is refused before anything starts. A user's loop may measure any metric.
     examples = examples_of(planned, config, config.name or new_name(config.recipe))
@@ -122,51 +127,6 @@ def sweep(
         )
         with signals or StopSignals() as signals, session:
             return session.watch(signals, view)
-
-
-def _words_of_vary(vary: str | Sequence[str]) -> list[str]:
-    """Return ``vary`` as a list of texts; raise UsageError if it is something else, such as a dictionary."""
-    words = [vary] if isinstance(vary, str) else vary
-    if not isinstance(words, Sequence) or not all(isinstance(word, str) for word in words):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise UsageError(
-            f'vary is of type {type(cast(object, vary)).__name__}; give texts, as in vary=["learning-rate=0.1,0.01", '
-            '"epochs=5,10"].'
-        )
-    return list(words)
-
-
-def _vary_folds(folds: int) -> str:
-    """Return the word of --vary for a cross-validation; raise UsageError for fewer than two ``folds``."""
-    if folds < 2:
-        raise UsageError(f"--folds is {folds}; a cross-validation has at least 2.")
-    return "validation-fold=" + ",".join(f"{number + 1}/{folds}" for number in range(folds))
-
-
-def _check_pruner(planned: Sweep, pruner: Pruner | None, *, early_stopping: bool) -> None:
-    """Raise UsageError if a package of the planned sampler or pruner is missing, or if a pruner does not fit.
-
-    ``pruner`` is the one that the user gave, which a resume may leave out.
-    """
-    check_optuna(planned.sampler, planned.pruner)
-    if pruner is not None and not early_stopping:
-        raise UsageError(f"--pruner {pruner} stops trials early, and --no-early-stopping does not; omit one of them.")
-    if planned.pruner is not None and planned.trains_alone:
-        raise UsageError(
-            f"--pruner {planned.pruner} stops trials early, and trials that differ in --vary workers or in their folds "
-            "are measured to their end; omit --pruner."
-        )
-
-
-def _check_target(planned: Sweep, config: TrainConfig, target: float | None) -> None:
-    """Raise UsageError if trials cannot be compared by --best, or if ``target`` does not fit it, or this sweep."""
-    metric = Compared(config.best_metric, is_lower_better(config.best_metric, config))
-    highest = 1.0 if metric.is_fraction else sys.float_info.max
-    if target is not None and not (planned.varies_workers and 0 < target <= highest):
-        limit = "above 0 and at most 1" if metric.is_fraction else "above 0 and finite"
-        raise UsageError(
-            f"--target is {target:g}; it is a value of {metric.name}, {limit}, and is for a sweep that varies workers, "
-            "such as --vary workers=1,2,4."
-        )
 
 
 def _with_most_folds(config: TrainConfig, trials: Sequence[Trial]) -> TrainConfig:

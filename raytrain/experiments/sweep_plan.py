@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 from raytrain.config import TrainConfig
+from raytrain.config.evaluation import is_fraction
 from raytrain.config.named_functions import names_own_function, stored_function_error
 from raytrain.config.option_values import matches
 from raytrain.errors import UsageError, format_count
@@ -78,38 +80,74 @@ class Sweep:
 
 def plan_sweep(
     config: TrainConfig,
-    vary: Sequence[str],
+    vary: str | Sequence[str],
     trials: int | None,
     *,
+    folds: int | None = None,
     sampler: Sampler | None = None,
     pruner: Pruner | None = None,
+    early_stopping: bool = True,
+    target: float | None = None,
     trust: bool = False,
 ) -> Sweep:
-    """Return the plan of a new sweep over ``vary``, or, if ``config`` says so, the stored plan of one that is resumed.
+    """Return the plan of a new sweep, or, if ``config`` says so, the stored plan of one that is resumed.
 
-    ``trials`` is the number of points to draw or to choose. A sweep that is resumed keeps its points, so the arguments
-    may only repeat those of its start.
+    The arguments are those of :func:`raytrain.sweep`. A sweep that is resumed keeps its points and what chose them, so
+    ``vary``, ``trials``, ``folds``, ``sampler`` and ``pruner`` may only repeat those of its start.
 
-    Raises UsageError if ``vary`` is missing or wrong, if ``trials`` or ``sampler`` do not fit it, or if the run to
-    resume does not exist, is no sweep, or was started with other arguments. Unless ``trust`` is True, also raises it
-    if a stored point has a user's function as its network and ``config`` and ``vary`` do not name this function.
+    Raises UsageError if ``vary`` and ``folds`` are missing or wrong, if another argument does not fit them, or if the
+    run to resume does not exist, is no sweep, or was started with other arguments. Unless ``trust`` is True, also
+    raises it if a stored point has a user's function as its network and ``config`` and ``vary`` do not name this
+    function.
 
     Example: ``plan_sweep(config, ["learning-rate=0.01,0.1"], trials=None).points``
     """
-    if not config.resume:
-        if not vary:
-            raise UsageError(
-                "--vary is missing; say what differs between the trials, such as --vary learning-rate=0.01,0.1,1."
-            )
-        return _new_sweep(vary, trials, sampler, pruner, config.seed)
-    store = open_run(config.storage, config.name or "")
-    if not store.exists(SWEEP):
-        raise UsageError(f"Run {config.name!r} is not a sweep; resume it with `raytrain train … --resume`.")
-    stored = read_sweep(store)
-    _refuse_other_plan(stored, f"Sweep {config.name!r}", vary, trials, sampler, pruner)
-    if not trust:
-        _refuse_unnamed_networks(stored, config, vary)
-    return stored
+    # The words of --vary. A cross-validation varies the fold.
+    words = [vary] if isinstance(vary, str) else vary
+    if not isinstance(words, Sequence) or not all(isinstance(word, str) for word in words):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise UsageError(
+            f'vary is of type {type(cast(object, vary)).__name__}; give texts, as in vary=["learning-rate=0.1,0.01", '
+            '"epochs=5,10"].'
+        )
+    if folds is not None and folds < 2:
+        raise UsageError(f"--folds is {folds}; a cross-validation has at least 2.")
+    if folds is not None:
+        words = [*words, "validation-fold=" + ",".join(f"{number + 1}/{folds}" for number in range(folds))]
+
+    # The points, and what chooses them: new ones, or those of the sweep that is resumed.
+    if config.resume:
+        store = open_run(config.storage, config.name or "")
+        if not store.exists(SWEEP):
+            raise UsageError(f"Run {config.name!r} is not a sweep; resume it with `raytrain train … --resume`.")
+        planned = read_sweep(store)
+        _refuse_other_plan(planned, f"Sweep {config.name!r}", words, trials, sampler, pruner)
+        if not trust:
+            _refuse_unnamed_networks(planned, config, words)
+    elif not words:
+        raise UsageError(
+            "--vary is missing; say what differs between the trials, such as --vary learning-rate=0.01,0.1,1."
+        )
+    else:
+        planned = _new_sweep(words, trials, sampler, pruner, config.seed)
+
+    # What stops trials early. The pruner was given, or, on a resume, at the start.
+    if pruner is not None and not early_stopping:
+        raise UsageError(f"--pruner {pruner} stops trials early, and --no-early-stopping does not; omit one of them.")
+    if planned.pruner is not None and planned.trains_alone:
+        raise UsageError(
+            f"--pruner {planned.pruner} stops trials early, and trials that differ in --vary workers or in their folds "
+            "are measured to their end; omit --pruner."
+        )
+
+    # The value of the metric of --best to which trials are timed.
+    highest = 1.0 if is_fraction(config.best_metric) else sys.float_info.max
+    if target is not None and not (planned.varies_workers and 0 < target <= highest):
+        limit = "above 0 and at most 1" if is_fraction(config.best_metric) else "above 0 and finite"
+        raise UsageError(
+            f"--target is {target:g}; it is a value of {config.best_metric}, {limit}, and is for a sweep that varies "
+            "workers, such as --vary workers=1,2,4."
+        )
+    return planned
 
 
 def _new_sweep(

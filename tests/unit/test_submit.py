@@ -447,6 +447,7 @@ def served(answer: dict[str, str]) -> Iterator[str]:
         ),
         ("sweep cifar10 --data s3://b/x --storage s3://b/r --vary learnig-rate=1,2", "learnig-rate"),
         ("sweep cifar10 --data s3://b/x --storage s3://b/r", "--vary is missing"),
+        ("sweep cifar10 --data s3://b/x --storage s3://b/r --folds 3 --pruner median", "measured to their end"),
     ],
 )
 def test_a_mistake_is_one_sentence(

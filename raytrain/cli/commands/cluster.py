@@ -121,7 +121,8 @@ def _check_trials(config: TrainConfig, options: dict[str, Any]) -> None:
     from raytrain.experiments.trials import examples_of
 
     vary = [word for words in options["vary"] for word in words]
-    planned = plan_sweep(config, vary, options["trials"], sampler=options["sampler"], pruner=options["pruner"])
+    names = "trials", "folds", "sampler", "pruner", "early_stopping", "target"
+    planned = plan_sweep(config, vary, **{name: options[name] for name in names})
     for trial in examples_of(planned, config, config.name or "sweep"):
         if config.loop is None:
             trial.config.check_learning_rate()
