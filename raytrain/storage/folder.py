@@ -68,7 +68,7 @@ class FolderStore(Store):
 
     def get(self, path: str, etag: str = "") -> bytes:
         data = self.get_range(path, 0, -1)  # -1: to the end
-        # A file's ETag is its size in hexadecimal, a dash and its modification time; see _walk. Compare only the
+        # A file's ETag is its size in hexadecimal, a dash and its modification time; see list. Compare only the
         # size: machines may have copies of the folder with other modification times.
         listed_size = etag.partition("-")[0]
         if etag and listed_size != f"{len(data):x}":
@@ -157,8 +157,16 @@ class FolderStore(Store):
 
     def list(self, prefix: str = "") -> Iterator[StoredObject]:
         try:
-            if _is_of_kind(folder := self._file(prefix), stat.S_ISDIR):
-                yield from self._walk(folder, set())
+            if not _is_of_kind(folder := self._file(prefix), stat.S_ISDIR):
+                return
+            for path, status in _walk(folder):
+                if status is not None and stat.S_ISREG(status.st_mode) and not _NO_OBJECT.search(path):
+                    yield StoredObject(
+                        path=path[len(self.url.rstrip("/")) + 1 :],
+                        size_bytes=status.st_size,
+                        etag=f"{status.st_size:x}-{status.st_mtime_ns:x}",
+                        modified=datetime.fromtimestamp(status.st_mtime, timezone.utc),
+                    )
         except OSError as error:
             raise explain_os_error(error, error.filename or self._file(prefix)) from error
 
@@ -266,30 +274,6 @@ class FolderStore(Store):
         """Return the name of the file, or of the folder, that holds ``path``."""
         return os.path.join(self.url, path.strip("/"))
 
-    def _walk(self, folder: str, parents: set[tuple[int, int]]) -> Iterator[StoredObject]:
-        """Iterate over all files below ``folder``. Follow links, except to a folder that contains ``folder``.
-
-        ``parents`` are the devices and inodes of the folders above.
-        """
-        folder_status = os.stat(folder)
-        identity = (folder_status.st_dev, folder_status.st_ino)
-        if identity in parents:
-            return
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                status = _status_behind(entry)
-                if status is None:
-                    continue
-                if stat.S_ISDIR(status.st_mode) and entry.name != _LOST_AND_FOUND:
-                    yield from self._walk(entry.path, parents | {identity})
-                elif stat.S_ISREG(status.st_mode) and not _NO_OBJECT.search(entry.name):
-                    yield StoredObject(
-                        path=entry.path[len(self.url.rstrip("/")) + 1 :],
-                        size_bytes=status.st_size,
-                        etag=f"{status.st_size:x}-{status.st_mtime_ns:x}",
-                        modified=datetime.fromtimestamp(status.st_mtime, timezone.utc),
-                    )
-
     @contextmanager
     def _explained(self, path: str) -> Generator[None]:
         """Raise every OSError as a StorageError that says what is wrong with ``path``."""
@@ -299,19 +283,37 @@ class FolderStore(Store):
             raise explain_os_error(error, shown_url(f"{self.url}/{path}")) from error
 
 
-def _status_behind(entry: os.DirEntry[str]) -> os.stat_result | None:
-    """Return the status of a file or a folder, or of what a link leads to.
+def _walk(
+    folder: str, parents: frozenset[tuple[int, int]] = frozenset()
+) -> Iterator[tuple[str, os.stat_result | None]]:
+    """Iterate over the files below ``folder``, and whatever else there is no folder: yield each path and its status.
 
-    Return None if that is nothing: the link is broken, or leads to itself, or the file was deleted since it was listed.
+    Of a link, the status is that of what it leads to; None if that is nothing: the link is broken, or leads to itself.
+    It is None, too, for what was deleted since it was listed. A folder is yielded itself only if it is empty. Links are
+    followed, except to a folder that contains ``folder``: ``parents`` are the devices and inodes of those above.
     """
-    try:
-        return entry.stat()
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            return None
-        raise
+    folder_status = os.stat(folder)
+    identity = (folder_status.st_dev, folder_status.st_ino)
+    if identity in parents:
+        return
+    is_empty = True
+    with os.scandir(folder) as entries:  # not as a list: a folder may have millions
+        for entry in entries:
+            is_empty = False
+            try:
+                status = entry.stat()
+            except FileNotFoundError:
+                status = None
+            except OSError as error:
+                if error.errno != errno.ELOOP:
+                    raise
+                status = None
+            if status is None or not stat.S_ISDIR(status.st_mode):
+                yield entry.path, status
+            elif entry.name != _LOST_AND_FOUND:
+                yield from _walk(entry.path, parents | {identity})
+    if is_empty:
+        yield folder, folder_status
 
 
 def _is_of_kind(path: str, is_kind: Callable[[int], bool]) -> bool:
@@ -414,27 +416,12 @@ def dead_ends(store: Store) -> list[DeadEnd]:
     if not isinstance(store, FolderStore):
         return []
 
-    def walk(folder: str, parents: frozenset[tuple[int, int]]) -> Iterator[DeadEnd]:
-        """Yield the dead ends in ``folder`` and below; ``parents`` are the devices and inodes of the folders above."""
-        folder_status = os.stat(folder)
-        identity = (folder_status.st_dev, folder_status.st_ino)
-        if identity in parents:  # a link to a folder that contains it
-            return
-        # Below a folder that is not empty, look for the same in each of its folders.
-        with os.scandir(folder) as scan:
-            entries = list(scan)
-        if not entries:
-            yield DeadEnd(folder, "empty folder")
-        for entry in entries:
-            status = _status_behind(entry)
-            if status is None:
-                if entry.is_symlink():  # otherwise, it was deleted since it was listed
-                    yield DeadEnd(entry.path, "link")
-            elif stat.S_ISDIR(status.st_mode):
-                if entry.name != _LOST_AND_FOUND:
-                    yield from walk(entry.path, parents | {identity})
-            elif not stat.S_ISREG(status.st_mode):
-                yield DeadEnd(entry.path, "pipe or device")
-
+    kinds: dict[str, Literal["link", "empty folder", "pipe or device"]] = {}  # by path
+    for path, status in _walk(store.url):
+        if status is None:
+            if os.path.islink(path):  # otherwise, it was deleted since it was listed
+                kinds[path] = "link"
+        elif not stat.S_ISREG(status.st_mode):
+            kinds[path] = "empty folder" if stat.S_ISDIR(status.st_mode) else "pipe or device"
     start = len(store.url.rstrip("/")) + 1
-    return [DeadEnd(path, kind) for name, kind in walk(store.url, frozenset()) if (path := name[start:])]
+    return [DeadEnd(path[start:], kind) for path, kind in kinds.items() if path[start:]]
