@@ -21,7 +21,7 @@ from raytrain.launch.ray.connection import Connection
 from raytrain.launch.ray.nodes import cluster_hardware
 from raytrain.launch.served_model import ServedModel
 from raytrain.monitor.stop_request import StopSignals
-from raytrain.storage.lent_credentials import Scope
+from raytrain.storage.scoped_keys import Scope
 from raytrain.storage.store import Store
 
 _POLL_EVERY_S = 0.5  # for a stop, and for credentials that expire soon

@@ -50,7 +50,7 @@ from raytrain.runs.metric_row import SkipLimit
 from raytrain.runs.ownership import RunClaim, claim_run
 from raytrain.runs.records import delete_run
 from raytrain.runs.status import RunStatus, parse_status, read_status, stored_status
-from raytrain.storage.lent_credentials import Scope
+from raytrain.storage.scoped_keys import Scope
 from raytrain.training.weights_source import check_downloads
 
 if TYPE_CHECKING:

@@ -18,12 +18,12 @@ from moto import mock_aws
 from raytrain.errors import UsageError
 from raytrain.launch.prepare import prepare, settle_options
 from raytrain.launch.ray.coordinator import lend_credentials
-from raytrain.storage import lent_credentials
+from raytrain.storage import scoped_keys
 from raytrain.storage.clouds.s3 import S3
 from raytrain.storage.clouds.s3_credentials import resolve_credentials
 from raytrain.storage.credentials import Credentials
-from raytrain.storage.lent_credentials import Scope, ScopedCredentials
 from raytrain.storage.open import open_store
+from raytrain.storage.scoped_keys import Scope, ScopedCredentials
 from tests.helpers.small_runs import config
 
 SCOPE = Scope(("s3://images/cats/train/", "/folder/test/"), ("s3://runs/mine/first/",))
@@ -117,7 +117,7 @@ def test_scoped_keys_are_asked_for_again_when_half_of_their_time_is_over_or_ther
     asked.clear()
     now = datetime.now(timezone.utc)
     later = SimpleNamespace(now=lambda zone: now + timedelta(minutes=31))
-    monkeypatch.setattr(lent_credentials, "datetime", later)
+    monkeypatch.setattr(scoped_keys, "datetime", later)
     source()
     assert "GetFederationToken" in asked
 

@@ -43,7 +43,8 @@ from raytrain.runs.metric_row import SkippedImage
 from raytrain.runs.outcome import StopReason, TrainResult, failure_sentence
 from raytrain.storage.clouds.s3 import S3
 from raytrain.storage.credentials import BucketCredentials, CredentialFields, CredentialSource, credentials_of_fields
-from raytrain.storage.lent_credentials import CredentialBroker, CredentialLender, Scope, ScopedCredentials
+from raytrain.storage.lent_credentials import CredentialBroker, CredentialLender
+from raytrain.storage.scoped_keys import Scope, ScopedCredentials
 from raytrain.storage.store import Store
 from raytrain.training.script_logging import LoggedRecord
 

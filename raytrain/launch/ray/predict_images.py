@@ -17,7 +17,7 @@ from raytrain.launch.placement import Placement
 from raytrain.launch.predict_blocks import PredictRequest, in_turn, predict_blocks
 from raytrain.launch.ray.coordinator import serving_credentials
 from raytrain.runs.logs import PrintedLine, ProcessLog, print_line
-from raytrain.storage.lent_credentials import Scope
+from raytrain.storage.scoped_keys import Scope
 
 _RETRIES = 3  # if an actor's process or node is lost
 
