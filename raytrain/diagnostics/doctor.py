@@ -130,7 +130,7 @@ def _probe_request(data: Store | None, storage: Store) -> Iterator[tuple[ProbeRe
     if bucket is None:
         yield ProbeRequest(data, storage), None
         return
-    from raytrain.launch.ray.coordinator import serving_credentials  # imports Ray
+    from raytrain.launch.ray.serve_credentials import serving_credentials  # imports Ray
 
     with serving_credentials(stores) as (served, _):
         # One word for the step of AWS's credential chain that found the credentials; other clouds do not say it.

@@ -76,8 +76,8 @@ def serve(
     # The port is tried before Ray starts, which takes seconds.
     with Connection(address, before_start=partial(_check_free, host, port)) as cluster:
         cluster.connect()
-        from raytrain.launch.ray.coordinator import serving_credentials  # these import Ray
         from raytrain.launch.ray.model_server import serving
+        from raytrain.launch.ray.serve_credentials import serving_credentials  # these import Ray
 
         placement = trained.placement(workers, cluster_hardware())
 

@@ -81,8 +81,9 @@ def feed(images: str, nodes: int, blocks: int, folder: str, *, streamed: bool) -
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     import ray
 
-    from raytrain.launch.ray.coordinator import lend_credentials, start_coordinator
+    from raytrain.launch.ray.coordinator import start_coordinator
     from raytrain.launch.ray.feed import block_cache, ingest, streaming
+    from raytrain.launch.ray.serve_credentials import lend_credentials
 
     ingest.read_block = block_cache.read_block = at_once
     with _cluster(nodes), ExitStack() as opened:

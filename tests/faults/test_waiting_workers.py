@@ -69,7 +69,7 @@ def test_a_cache_whose_tasks_find_no_room_ends_when_it_is_closed(tmp_path: Path)
 def test_a_command_that_waits_for_a_process_that_has_died_says_so() -> None:
     import ray
 
-    from raytrain.launch.ray.coordinator import serving_credentials
+    from raytrain.launch.ray.serve_credentials import serving_credentials
 
     def work() -> None:
         with serving_credentials([]) as (served, _):

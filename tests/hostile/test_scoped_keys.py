@@ -17,7 +17,7 @@ from moto import mock_aws
 
 from raytrain.errors import UsageError
 from raytrain.launch.prepare import prepare, settle_options
-from raytrain.launch.ray.coordinator import lend_credentials
+from raytrain.launch.ray.serve_credentials import lend_credentials
 from raytrain.storage import scoped_keys
 from raytrain.storage.clouds.s3 import S3
 from raytrain.storage.clouds.s3_credentials import resolve_credentials

@@ -1,4 +1,4 @@
-"""The run's coordinator as a Ray actor beside the driver, and the driver's credentials, from memory to memory.
+"""The run's coordinator as a Ray actor beside the driver.
 
 One actor does for a run all that needs a process beside the driver's, for each process takes seconds to start: it
 monitors the run, it is Ray Train's controller, it knows where cached blocks are, and it gives out credentials.
@@ -14,13 +14,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
-import secrets
 import threading
 from collections import defaultdict
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -34,6 +32,7 @@ from raytrain.launch.ray.head_queries import raylet_answers
 from raytrain.launch.ray.nodes import ObjectStores
 from raytrain.launch.ray.private_api import delay_barrier, name_placement_groups, on_this_node
 from raytrain.launch.ray.ray_errors import LOST_ACTOR
+from raytrain.launch.ray.serve_credentials import NAMESPACE, ServedCredentials, lend_credentials
 from raytrain.monitor.events import Event
 from raytrain.monitor.snapshot import START, RowCursor, Snapshot, Status
 from raytrain.runs.documents import run_store
@@ -41,10 +40,8 @@ from raytrain.runs.logs import PrintedLine
 from raytrain.runs.machine_history import MachineUse
 from raytrain.runs.metric_row import SkippedImage
 from raytrain.runs.outcome import StopReason, TrainResult, failure_sentence
-from raytrain.storage.clouds.s3 import S3
-from raytrain.storage.credentials import BucketCredentials, CredentialFields, CredentialSource, credentials_of_fields
+from raytrain.storage.credentials import CredentialFields
 from raytrain.storage.lent_credentials import CredentialBroker, CredentialLender
-from raytrain.storage.scoped_keys import Scope, ScopedCredentials
 from raytrain.storage.store import Store
 from raytrain.training.script_logging import LoggedRecord
 
@@ -55,7 +52,6 @@ WAIT, KEYS = "wait", "keys"
 """Concurrency groups: calls that wait, and those for credentials."""
 WATCHER = "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"
 PRINT_PATCH = "RAY_TRAIN_ENABLE_PRINT_PATCH"
-_NAMESPACE = "raytrain"
 _WAITS_PER_WORKER = 2  # for training images, and meanwhile for validation images
 _OTHER_WAITS = 8  # for a stop request, for the end, and until the history is written
 _KEYS_AT_A_TIME = 8
@@ -255,7 +251,7 @@ def start_coordinator(name: str, store: Store, *, num_workers: int, **monitor_ar
     num_threads = {WAIT: _WAITS_PER_WORKER * num_workers + _OTHER_WAITS, KEYS: _KEYS_AT_A_TIME}
     actor = ray.remote(concurrency_groups=num_threads)(RayCoordinator)  # pyright: ignore
     options: dict[str, Any] = {"num_cpus": 0, "label_selector": on_this_node()}
-    named = actor.options(name=_actor_name(name, store.url), namespace=_NAMESPACE, **options)
+    named = actor.options(name=_actor_name(name, store.url), namespace=NAMESPACE, **options)
     try:
         return named.remote(name, store, **monitor_arguments)
     except ValueError:  # Ray has no other error for a name that is taken
@@ -349,7 +345,7 @@ def request_stop_in_cluster(name: str, storage: str, address: str, request: Stop
     """
     try:
         actor_name = _actor_name(name, run_store(storage, name).url)
-        coordinator: CoordinatorHandle = ray.get_actor(actor_name, namespace=_NAMESPACE)
+        coordinator: CoordinatorHandle = ray.get_actor(actor_name, namespace=NAMESPACE)
     except ValueError:
         raise UsageError(
             f"No run called {name!r} is training in the cluster at {address} with --storage {storage}; give the "
@@ -367,90 +363,3 @@ def request_stop_in_cluster(name: str, storage: str, address: str, request: Stop
 def _actor_name(run: str, url: str) -> str:
     """Return the name of a run's actor: others may have runs of the same name in this cluster, in other storage."""
     return f"run:{run}:{hashlib.sha256(url.encode()).hexdigest()[:16]}"
-
-
-_SERVED_AT_A_TIME = 64
-
-
-@dataclass(frozen=True)
-class ServedCredentials:
-    """Asks an actor for the credentials that the driver has lent it; a ``LentCredentials``, pickled with a store.
-
-    It holds no key, only the ticket and the handle of the actor, ``server``, which has a method ``credentials``.
-    Everybody in the cluster can call an actor that has a name. Only who shows the ticket is given credentials.
-    """
-
-    server: Any
-    ticket: str = field(repr=False)
-
-    def __call__(self, cloud: str) -> BucketCredentials | None:
-        """Return the credentials of a cloud, such as ``s3``, that were lent last; None if none were."""
-        return credentials_of_fields(cloud, ray.get(self.server.credentials.remote(self.ticket, cloud)))
-
-
-def lend_credentials(
-    server: Any, stores: Iterable[Store], scope: Scope | None = None
-) -> tuple[ServedCredentials, CredentialLender]:
-    """Lend this process's credentials for the ``stores`` to other processes, through the actor ``server``.
-
-    Returns what those processes get them by, and the lender. The credentials of each cloud that has a store are lent
-    now, and again whenever ``CredentialLender.lend_if_due`` finds that they are due. If all stores are folders, nothing
-    is lent: the actor has nothing that it could give away. With a ``scope``, what is lent is good for that alone.
-
-    Raises UsageError if there is a scope, and a store is in another cloud than S3, or STS does not issue such
-    credentials.
-    """
-    served = ServedCredentials(server, secrets.token_hex(16))
-
-    def send(cloud: str, fields: CredentialFields | None) -> None:
-        # The cluster keeps the arguments of a call nowhere. The answer is awaited, so that nobody asks for the
-        # credentials before the actor has them.
-        ray.get(server.lend.remote(served.ticket, cloud, fields))
-
-    # One source for each cloud, made for its first store. Keys that are scoped are good for all stores of the run.
-    sources: dict[str, CredentialSource] = {}
-    for store in stores:
-        if store.cloud is None or store.cloud.name in sources:
-            continue
-        if scope is None:
-            sources[store.cloud.name] = store.cloud.credentials
-        elif isinstance(store.cloud, S3):
-            sources[store.cloud.name] = ScopedCredentials(scope, store.cloud.region or "us-east-1")
-        else:
-            raise UsageError(
-                f"--scope-keys limits keys with AWS STS, and {store.url} is not in S3; leave the option out."
-            )
-    return served, CredentialLender(send, sources)
-
-
-@contextmanager
-def serving_credentials(
-    stores: Iterable[Store], scope: Scope | None = None, *, for_run: str | None = None
-) -> Iterator[tuple[ServedCredentials, CredentialLender]]:
-    """Serve credentials as :func:`lend_credentials` does, with an actor that lives as long as the ``with`` block.
-
-    ``for_run`` is the run that the block serves over HTTP. The actor then has a name of that run, which is free again
-    as soon as this process has ended, in whatever way. Raises UsageError if another process serves a run of this name
-    in the cluster, what :func:`lend_credentials` raises, and RaytrainError if the actor dies, or another one of which
-    the block waits for an answer.
-    """
-    options: dict[str, Any] = {"max_concurrency": _SERVED_AT_A_TIME, "label_selector": on_this_node()}
-    if for_run is not None:
-        options |= {"name": f"serve {for_run}", "namespace": _NAMESPACE}
-    broker: Any = ray.remote(CredentialBroker)  # keys are lent later: the cluster keeps the arguments of constructors
-    try:
-        server = broker.options(num_cpus=0, **options).remote()
-    except ValueError:  # Ray has no other error for a name that is taken
-        raise UsageError(
-            f"A run called {for_run!r} is served in this cluster already, and both would answer at /{for_run}; end "
-            "that one first, or serve with --address local and another --port."
-        ) from None
-    try:
-        yield lend_credentials(server, stores, scope)
-    except LOST_ACTOR:
-        raise RaytrainError(
-            "A process that works for this command in the cluster has died: it crashed, or something killed it, such "
-            "as the system for lack of memory; start the command again."
-        ) from None
-    finally:
-        ray.kill(server)

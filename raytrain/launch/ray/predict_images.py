@@ -15,7 +15,7 @@ import ray
 
 from raytrain.launch.placement import Placement
 from raytrain.launch.predict_blocks import PredictRequest, in_turn, predict_blocks
-from raytrain.launch.ray.coordinator import serving_credentials
+from raytrain.launch.ray.serve_credentials import serving_credentials
 from raytrain.runs.logs import PrintedLine, ProcessLog, print_line
 from raytrain.storage.scoped_keys import Scope
 
