@@ -1,4 +1,4 @@
-"""Calls of functions that take options: what belongs into their TrainConfig is refused with how to give it there."""
+"""Calls of functions that take options: a wrong call is refused with how to give the options."""
 
 from __future__ import annotations
 
@@ -8,39 +8,34 @@ from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 from raytrain.config.option_values import hints_of
-from raytrain.config.options import TrainConfig, similar_options
-from raytrain.errors import UsageError, did_you_mean
+from raytrain.config.options import TrainConfig
+from raytrain.errors import UsageError
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 def takes_config(function: Callable[P, R]) -> Callable[P, R]:
-    """Make ``function``, one of raytrain's whose first argument is ``config``, raise UsageError for a wrong call.
+    """Make ``function``, one of raytrain's whose first argument is ``config``, refuse calls that Python would refuse.
 
-    Python would raise TypeError for an option that is given beside the config, for a call without one, and for a second
-    value without a name.
+    UsageError replaces Python's TypeError for an option that is given beside the config, a call without a config, and a
+    second value without a name.
 
     Example: ``takes_config(train)(data="photos")`` says to write raytrain.train(raytrain.TrainConfig(data=…)).
     """
-    name = f"raytrain.{function.__name__}"
-    arguments = list(inspect.signature(function).parameters)
+    name, signature = f"raytrain.{function.__name__}", inspect.signature(function)
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        for given in kwargs:
-            if given in arguments:
-                continue
-            if given not in hints_of(TrainConfig):
-                hint = did_you_mean(given, arguments) or similar_options(given)
-                raise UsageError(f"{name} has no argument {given}{hint}; help({name}) lists all.")
-            if args or "config" in kwargs:
-                raise UsageError(f"{given} is an option, not an argument of {name}; give TrainConfig({given}=…) to it.")
-            raise UsageError(f"{given} is an option; write {name}(raytrain.TrainConfig({given}=…)).")
-        if not args and "config" not in kwargs:
-            raise UsageError(f"{name} needs the options of a run; write {name}(raytrain.TrainConfig(data=…)).")
-        if len(args) > 1:
-            raise UsageError(f"{name} takes one value without a name, the options; write {arguments[1]}=… for others.")
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            options = hints_of(TrainConfig).keys() - signature.parameters.keys()
+            example = next((given for given in kwargs if given in options), "data")
+            raise UsageError(
+                f"{name} takes one value without a name, the options, and got others ({error}); write "
+                f"{name}(raytrain.TrainConfig({example}=…)), and see help({name}) for what stands beside them."
+            ) from None
         return function(*args, **kwargs)
 
     return call

@@ -102,7 +102,9 @@ def attach(
     """
     # The block is a part of the caller's code. Make a function of that code, so that its text can be checked as that of
     # any loop. The function is never called.
-    frame = sys._getframe(2)  # above that of `takes_config`  # pyright: ignore[reportPrivateUsage]
+    frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+    while frame.f_back and frame.f_globals.get("__name__", "").startswith("raytrain."):
+        frame = frame.f_back
     closure = tuple(CellType(frame.f_locals.get(name)) for name in frame.f_code.co_freevars)
     loop = cast(Callable[[Run], None], FunctionType(frame.f_code, frame.f_globals, closure=closure))
     request = TrainRequest(loop=loop, view=view, command="attach")
