@@ -19,7 +19,7 @@ import copy
 import io
 import pickle
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -28,7 +28,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from raytrain.errors import UsageError, format_count
+from raytrain.errors import UsageError, format_count, some_of
 from raytrain.training.metrics.prepared_metrics import is_metric, joined_state, prepare_metric
 from raytrain.training.metrics.sample_margins import SampleMargins
 from raytrain.training.resumed_options import ResumedOptions, options_of
@@ -39,6 +39,14 @@ _GROUPS_MISSING = (
     "The checkpoint's optimizer has {stored}, and the loop has only {prepared} in its first step after the resume: let "
     "it add the others as soon as their epoch has come or is over, as in `if epoch.number >= 2 and "
     "len(optimizer.param_groups) == 1:`, and run the command again."
+)
+_FROZEN_NOW = (
+    "{names} have learned before this resume, and are frozen now: what the loop unfreezes in an epoch, it also has to "
+    "unfreeze in a run that resumes after it, as in `if epoch.number >= 2:`, not `== 2`"
+)
+_LEARNS_NOW = (
+    "{names} were frozen before this resume, and learn now: what the loop freezes in an epoch, it also has to freeze "
+    "in a run that resumes after it, as in `if epoch.number >= 2:`, not `== 2`"
 )
 _FROZEN = "frozen"  # key of a checkpoint, for the names of the weights that do not learn, by network
 
@@ -73,6 +81,7 @@ class CheckpointState:
             name: state for name, state in restored.items() if not name.endswith(MEASURED) and name != _FROZEN
         }
         self._restored_frozen = restored.get(_FROZEN)
+        self._frozen_before_epochs: dict[str, list[str]] = {}  # as the loop has frozen weights by then
         self._resumes = bool(restored)
         self._options = ResumedOptions(resumes=bool(restored))
         # Until the epochs begin, the states of all but optimizers, and those of objects of other kinds after loading.
@@ -263,6 +272,7 @@ class CheckpointState:
             self._load_what_has_changed()
             self._options.restore(self._held)
         self._is_complete = True
+        self._frozen_before_epochs = self._frozen()
         if self._restored:
             raise UsageError(
                 f"The checkpoint holds {', '.join(self._restored)}, which this loop does not prepare: it was made by "
@@ -318,18 +328,23 @@ class CheckpointState:
             for name, network in networks.items()
         }
 
-    def frozen_differently(self) -> tuple[list[str], list[str]]:
-        """Return the weights that have learned before the resume and are frozen now, and the other way round.
+    def notes_on_freezing(self, *, within_epoch: bool) -> Iterator[str]:
+        """Yield a note if weights are frozen after the first step of a resume that have learned before, or vice versa.
 
-        Both are empty if the run has not resumed.
+        A resume ``within_epoch`` must have the same weights frozen. At the start of an epoch, the loop may freeze some,
+        or unfreeze them: weights that learn then are not reported, and frozen ones only if they were so before the
+        first epoch.
         """
-        now, before = self._frozen(), self._restored_frozen
-        if before is None:
-            return [], []
-        pairs = [(now[name], before[name]) for name in now if name in before]
-        newly_frozen = [key for now_frozen, were_frozen in pairs for key in now_frozen if key not in were_frozen]
-        newly_learning = [key for now_frozen, were_frozen in pairs for key in were_frozen if key not in now_frozen]
-        return newly_frozen, newly_learning
+        before, now = self._restored_frozen or {}, self._frozen()
+        frozen, learning = list[str](), list[str]()
+        for network in (name for name in now if name in before):
+            newly_frozen = [name for name in now[network] if name not in before[network]]
+            frozen += [name for name in newly_frozen if within_epoch or name in self._frozen_before_epochs[network]]
+            learning += [name for name in before[network] if name not in now[network] and within_epoch]
+        if frozen:
+            yield _FROZEN_NOW.format(names=some_of(frozen))
+        if learning:
+            yield _LEARNS_NOW.format(names=some_of(learning))
 
     def load_again(self, state: Mapping[str, StateDict]) -> None:
         """Load everything but the metrics again, from the ``state`` of a checkpoint that will be evaluated."""

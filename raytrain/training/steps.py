@@ -30,13 +30,11 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.graph import register_multi_grad_hook
-from torch.utils.hooks import RemovableHandle
 
 from raytrain.config import ResolvedConfig
 from raytrain.data.blocks import LocalBatch
 from raytrain.data.plan.batch_plan import BatchPlan
-from raytrain.errors import UsageError, format_count, some_of
+from raytrain.errors import UsageError, format_count
 from raytrain.monitor.events import CheckpointSkipped, Note
 from raytrain.monitor.snapshot import epoch_of
 from raytrain.runs.metric_row import MetricRow
@@ -44,7 +42,8 @@ from raytrain.runs.outcome import Outcome, Progress, StopReason
 from raytrain.training.checkpoint import Checkpoints
 from raytrain.training.checkpoint_schedule import CheckpointSchedule
 from raytrain.training.checkpoint_state import CheckpointState
-from raytrain.training.exact.agreement import agreed, digest_of, digests_agree
+from raytrain.training.exact.agreement import agreed
+from raytrain.training.late_backward import LateBackward
 from raytrain.training.loop_checks.loop_watch import LoopWatch
 from raytrain.training.loop_checks.unprepared_networks import UnpreparedNetworks
 from raytrain.training.metrics.early_stop import EarlyStop
@@ -61,28 +60,6 @@ _NOT_PREPARED = (
     "the evaluation calls no prepared network as a whole, so evaluate, export, predict and raytrain.load will use the "
     "first one, and may give other numbers: prepare the network that is measured, such as an average of the weights"
 )
-_FROZEN_NOW = (
-    "{names} have learned before this resume, and are frozen now: what the loop unfreezes in an epoch, it also has to "
-    "unfreeze in a run that resumes after it, as in `if epoch.number >= 2:`, not `== 2`"
-)
-_LATE = (
-    "the loop computes with a batch after it has asked for the next one: a checkpoint or a stop in between counts the "
-    "batch, without what the network learns from it, so a resume leaves it out; compute with each batch before asking "
-    "for the next one, as a run reads images ahead by itself"
-)
-_LEARNS_NOW = (
-    "{names} were frozen before this resume, and learn now: what the loop freezes in an epoch, it also has to freeze "
-    "in a run that resumes after it, as in `if epoch.number >= 2:`, not `== 2`"
-)
-_CALLS = {  # the field of StepTotals that counts a call: what the loop did, in a sentence
-    "loops_returned": "returned",
-    "optimizer_steps": "had stepped an optimizer in its last batch",
-    "evaluations": "called run.evaluate()",
-    "totals": "called run.total",
-    "means": "called run.mean",
-    "gathers": "called run.gather",
-    "prepares": "called run.prepare",
-}
 
 
 class LoopPhase(Enum):
@@ -138,6 +115,7 @@ class Steps:
         self.optimizers = OptimizerSteps(config, models, state, worker, self.share, plan.num_steps)
         self.watch = LoopWatch(config, worker, models, self.report_once)
         self.unprepared = UnpreparedNetworks(state, self.report_once)
+        self._late_backward = LateBackward(models, worker.world_size, self.report_once)
         self.notes: Callable[[], Iterable[str]] = tuple  # returns notes on the loop, reported after its first step
         # Counts of this worker: its images in the batch, and the images whose loss the loop computes. These are all of
         # them, or those of a microbatch.
@@ -145,15 +123,11 @@ class Steps:
         # Counts of this attempt, the same on all workers.
         self._num_steps_done = 0
         self._num_accumulated = 0  # batches since an optimizer has stepped
-        # On one worker, whether the loop seems to compute with each batch after it has asked for the next one.
-        self._first_has_step = False  # an optimizer has stepped in the first batch of the epoch
-        self._late_hook: RemovableHandle | None = None  # called by a backward after the last batch
         self.num_calls = 0  # calls of the run that all workers make together
         # Things that an attempt does once.
         self._start_is_reported = False
         self._reported_notes: set[str] = set()
         self._has_tried_own_evaluation = False
-        self._frozen_before_epochs: set[str] = set()  # names of weights
         self._saved_digest: list[float] | None = None  # of the networks, in the checkpoint of the run's last step
 
     @property
@@ -171,8 +145,6 @@ class Steps:
 
         If the run resumes after a step whose evaluation is due, and was stopped before that, ``evaluate`` now.
         """
-        weights = [named for model in self._models.trained for named in model.named_parameters()]
-        self._frozen_before_epochs = {name for name, weight in weights if not weight.requires_grad}
         if self.in_batch:
             self.end_batch()
         if self.phase is LoopPhase.BETWEEN_BATCHES and self._is_at_end_of_epoch():
@@ -189,7 +161,7 @@ class Steps:
         That starts the step's all-reduce, whose totals ``end_batch`` reads.
         """
         self.phase = LoopPhase.IN_BATCH
-        self._end_late_watch()
+        self._late_backward.end_watch()
         self._num_local = self._num_images = len(local.labels)
         if self._trace is not None:
             self._trace.add(self.progress.step + 1, local.samples)
@@ -231,18 +203,7 @@ class Steps:
         All workers wait for each other here, by a small all-reduce.
         """
         self.num_calls += 1
-        num_workers = self._worker.world_size
-        if num_workers == 1:
-            return
-        digest, squared = digest_of(shapes)
-        totals = self.metrics.joined(StepTotals(digest=digest, digest_squared=squared, **{call: 1}))
-        step = self.progress.step + self.in_batch
-        _check_together(totals, num_workers, step)
-        if not digests_agree((totals.digest, totals.digest_squared), num_workers):
-            raise UsageError(
-                f"After step {step:,} the loop {_CALLS[call]} with other shapes on worker {self._worker.rank} than on "
-                f"another: {shapes!s:.80}; every worker must give the same."
-            )
+        self.metrics.check_all(call, shapes, self.progress.step + self.in_batch)
 
     def end_batch(self) -> bool:
         """End the step; return True if the loop gets no more batches of this epoch.
@@ -257,7 +218,7 @@ class Steps:
                 self.phase = LoopPhase.OVER
             if not self.is_over:
                 return False
-        self._watch_for_late_backward()
+        self._late_backward.watch()
         return True
 
     def leave_epoch(self, num_left: int) -> None:
@@ -283,7 +244,7 @@ class Steps:
 
         Raises UsageError if the loop has asked for no batch of the epoch.
         """
-        self._end_late_watch()
+        self._late_backward.end_watch()
         if self.is_over:  # the run has stopped in the middle of the epoch
             return
         if self.phase is LoopPhase.BETWEEN_EPOCHS:
@@ -305,7 +266,7 @@ class Steps:
         Return how the run ended. It has failed if its last weights are not finite, so that they were not saved.
         Raises UsageError if only some workers' loops have returned, or if the run has no step.
         """
-        self._end_late_watch()
+        self._late_backward.end_watch()
         # The loop may have returned from a batch. If it was the last one, the run is complete.
         if self.in_batch and self.progress.step + 1 == self._plan.num_steps:
             self.end_batch()
@@ -371,8 +332,10 @@ class Steps:
         step = self.progress.step + 1
         self.progress = replace(self.progress, step=step, samples_seen=self.metrics.samples_seen)
         self._num_steps_done += 1
-        if self._num_steps_done == 1 or (step - 1) % self._plan.steps_per_epoch == 0:
-            self._first_has_step = self.optimizers.has_stepped
+        is_first_of_epoch = (step - 1) % self._plan.steps_per_epoch == 0
+        self._late_backward.end_step(
+            self.optimizers.has_stepped, is_first=self._num_steps_done == 1 or is_first_of_epoch
+        )
         self._num_accumulated = 0 if self.optimizers.has_stepped else self._num_accumulated + 1
         self.optimizers.end()
         # Its metrics come with the next step's all-reduce, so the row is recorded then.
@@ -382,9 +345,8 @@ class Steps:
 
         # After the first step it is known which options and outputs of the network the loop uses.
         if self._num_steps_done == 1:
-            for note in self.notes():
+            for note in (*self.notes(), *self._state.notes_on_freezing(within_epoch=not is_first_of_epoch)):
                 self.report_once(note)
-            self._report_changed_freezing()
 
         # Compare the workers after steps 1, 2, 4, 8, … of this attempt, the powers of 2: most mistakes show at once.
         if self._num_steps_done & (self._num_steps_done - 1) == 0:
@@ -394,46 +356,13 @@ class Steps:
         self.watch.compare()  # which does nothing unless the step was watched
         return totals
 
-    def _watch_for_late_backward(self) -> None:
-        """Report the next backward, if it comes before the next batch or the end of the epoch and is of the last batch.
-
-        It is taken to be so if an optimizer has stepped in the last batch and not in the first, as in a loop that gets
-        each batch ahead of its step. On several workers, :meth:`share` refuses this backward.
-        """
-        if self._worker.world_size > 1 or self._first_has_step or self._num_accumulated:
-            return
-        weights = [weight for model in self._models.trained for weight in model.parameters() if weight.requires_grad]
-        if weights:
-            self._late_hook = register_multi_grad_hook(weights, lambda _: self.report_once(_LATE), mode="any")
-
-    def _end_late_watch(self) -> None:
-        """Report no further backward as late."""
-        if self._late_hook is not None:
-            self._late_hook.remove()
-            self._late_hook = None
-
-    def _report_changed_freezing(self) -> None:
-        """Report weights that learn after the first step of a resume, and did not before, or the other way round.
-
-        After a resume at the start of an epoch this may be meant: the loop may unfreeze weights there, or freeze them.
-        So weights that learn then are not reported, and frozen ones only if they were so before the first epoch.
-        """
-        is_frozen_now, learns_now = self._state.frozen_differently()
-        resumed_within_epoch = (self.progress.step - 1) % self._plan.steps_per_epoch > 0
-        if not resumed_within_epoch:
-            is_frozen_now = [name for name in is_frozen_now if name in self._frozen_before_epochs]
-        if is_frozen_now:
-            self.report_once(_FROZEN_NOW.format(names=some_of(is_frozen_now)))
-        if learns_now and resumed_within_epoch:
-            self.report_once(_LEARNS_NOW.format(names=some_of(learns_now)))
-
     def _flush_metrics(self, *, loop_returned: bool = False) -> None:
         """Record the metrics of the last step now, instead of with the next step's all-reduce.
 
         Raises UsageError if not all workers did the same in it, or if only some of their loops have returned.
         """
         totals = self.metrics.flush(StepTotals(loops_returned=loop_returned))
-        _check_together(totals, self._worker.world_size, self.progress.step)
+        totals.check_together(self._worker.world_size, self.progress.step)
 
     def _is_at_end_of_epoch(self) -> bool:
         """Return whether the last completed step ends an epoch or the run."""
@@ -597,15 +526,3 @@ class Steps:
             self._early_stop.judge_training(row)
         if self._worker.rank == 0:
             self._reporter.record(row)
-
-
-def _check_together(totals: StepTotals, num_workers: int, step: int) -> None:
-    """Raise UsageError if, by the ``totals``, only some workers made one of ``_CALLS`` after ``step`` steps."""
-    for call, sentence in _CALLS.items():
-        number: float = getattr(totals, call)
-        if 0 < number < num_workers:
-            raise UsageError(
-                f"After step {step:,} the loop {sentence} on {number:.0f} of {num_workers} workers and continued on "
-                "the others; every worker must take the same steps: decide by what all of them know, such as "
-                "run.total(...)."
-            )

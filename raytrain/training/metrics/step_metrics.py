@@ -53,7 +53,30 @@ class StepTotals:
     digest: float = 0  # of the shapes in a call, which must be the same on all workers
     digest_squared: float = 0
 
+    def check_together(self, num_workers: int, step: int) -> None:
+        """Raise UsageError if only some of ``num_workers`` workers made one of ``_CALLS`` after ``step`` steps.
 
+        These are the totals of all workers.
+        """
+        for call, sentence in _CALLS.items():
+            number: float = getattr(self, call)
+            if 0 < number < num_workers:
+                raise UsageError(
+                    f"After step {step:,} the loop {sentence} on {number:.0f} of {num_workers} workers and continued "
+                    "on the others; every worker must take the same steps: decide by what all of them know, such as "
+                    "run.total(...)."
+                )
+
+
+_CALLS = {  # the field of StepTotals that counts a call: what the loop did, in a sentence
+    "loops_returned": "returned",
+    "optimizer_steps": "had stepped an optimizer in its last batch",
+    "evaluations": "called run.evaluate()",
+    "totals": "called run.total",
+    "means": "called run.mean",
+    "gathers": "called run.gather",
+    "prepares": "called run.prepare",
+}
 _NUM_TOTALS = len(dataclasses.fields(StepTotals))
 _FIRST_METRIC = _NUM_TOTALS + 2  # its position in what is sent: after the totals, and the names' digest and its square
 _ROOM = 32  # for names: all workers send tensors of this size, even if one of them logs a name that the others do not
@@ -273,6 +296,23 @@ class StepMetrics:
         sums = self._counts(own_totals, {})  # of the same size as in a step
         dist.all_reduce(sums, group=self._group)
         return self._totals(sums.tolist())
+
+    def check_all(self, call: str, shapes: object, step: int) -> None:
+        """Raise UsageError if not all workers make this ``call``, a field of StepTotals, with the same ``shapes``.
+
+        All workers wait for each other here. ``step`` is the number of steps after which the loop makes the call.
+        """
+        num_workers = self._worker.world_size
+        if num_workers == 1:
+            return
+        digest, squared = digest_of(shapes)
+        totals = self.joined(StepTotals(digest=digest, digest_squared=squared, **{call: 1}))
+        totals.check_together(num_workers, step)
+        if not digests_agree((totals.digest, totals.digest_squared), num_workers):
+            raise UsageError(
+                f"After step {step:,} the loop {_CALLS[call]} with other shapes on worker {self._worker.rank} than on "
+                f"another: {shapes!s:.80}; every worker must give the same."
+            )
 
     def _counts(self, own_totals: StepTotals, host_denominators: Mapping[str, float]) -> Tensor:
         """Return what this worker's host knows of a step, on the device, in the layout in which it is sent.
