@@ -267,7 +267,7 @@ def heavy_loop(run: raytrain.Run, folder: Path) -> None:
     if run.rank == 0:
         (folder / "pid").write_text(str(os.getpid()))
     run.prepare(Ballast())
-    loop_with(run, lambda run, batch: None)
+    loop_with(run)
 
 
 def test_a_worker_killed_during_a_checkpoint_upload_leaves_the_previous_checkpoint(

@@ -156,15 +156,7 @@ def evaluate_until_asked_to_stop(run: raytrain.Run) -> None:
             wait_for(run.reporter.stop_requested)
         return {"accuracy": 0.0}
 
-    from torch.nn import functional
-
-    model = run.prepare(run.build_model())
-    optimizer = run.prepare(run.build_optimizer(model))
-    for epoch in run.epochs(evaluate=evaluate):
-        for batch in epoch:
-            optimizer.zero_grad()
-            functional.cross_entropy(model(batch.images), batch.labels).backward()
-            optimizer.step()
+    loop_with(run, evaluate=evaluate)
 
 
 def test_a_stop_request_during_an_evaluation_takes_effect_in_the_next_step(
@@ -178,13 +170,7 @@ def test_a_stop_request_during_an_evaluation_takes_effect_in_the_next_step(
 
 
 def with_own_evaluation(run: raytrain.Run, *, fails: bool) -> None:
-    model = run.prepare(run.build_model())
-    optimizer = run.prepare(run.build_optimizer(model))
-    for epoch in run.epochs(evaluate=lambda: {"share": 1 / (not fails)}):
-        for batch in epoch:
-            optimizer.zero_grad()
-            run.loss(model(batch.images), batch.targets).backward()
-            optimizer.step()
+    loop_with(run, evaluate=lambda: {"share": 1 / (not fails)})
 
 
 def test_an_evaluation_of_the_loops_own_that_fails_loses_no_step(
@@ -220,14 +206,8 @@ class DiesAfterEvaluation:
 
 
 def with_dying_state(run: raytrain.Run, *, marker: Path) -> None:
-    model = run.prepare(run.build_model())
-    optimizer = run.prepare(run.build_optimizer(model))
     state = run.prepare(DiesAfterEvaluation(marker))
-    for epoch in run.epochs(evaluate=state.evaluate):
-        for batch in epoch:
-            optimizer.zero_grad()
-            run.loss(model(batch.images), batch.targets).backward()
-            optimizer.step()
+    loop_with(run, evaluate=state.evaluate)
 
 
 def test_a_worker_that_is_killed_between_an_evaluation_and_its_checkpoint_leaves_one_row_of_it(

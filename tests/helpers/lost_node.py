@@ -29,7 +29,7 @@ _PART = "step-000000010.pt?partNumber=2"
 def heavy_loop(run: raytrain.Run) -> None:
     """Train with checkpoints that are uploaded in parts."""
     run.prepare(Ballast())
-    loop_with(run, lambda run, batch: None)
+    loop_with(run)
 
 
 class NodeLoss:

@@ -94,16 +94,20 @@ def check_keys(run: raytrain.Run, batch: raytrain.Batch) -> None:
         assert len({*keys}) == len(keys) == len(images.images)
 
 
-def loop_with(run: raytrain.Run, before_step: Callable[[raytrain.Run, raytrain.Batch], None]) -> None:
+def loop_with(
+    run: raytrain.Run,
+    before_step: Callable[[raytrain.Run, raytrain.Batch], object] = lambda run, batch: None,
+    evaluate: Callable[[], dict[str, float]] | None = None,
+) -> None:
     """Train as the built-in loop, which may resume from what this one has prepared, and vice versa.
 
-    ``before_step`` is called before each step.
+    ``before_step`` is called before each step, and ``evaluate`` measures the run in place of the built-in evaluation.
     """
     model = run.prepare(run.build_model())
     optimizer = run.prepare(run.build_optimizer(model))
     scheduler = run.prepare(run.build_scheduler(optimizer))
     scaler = run.prepare(torch.amp.GradScaler(run.device.type, enabled=run.config.precision == "float16"))
-    for epoch in run.epochs():
+    for epoch in run.epochs(evaluate):
         for batch in epoch:
             before_step(run, batch)
             optimizer.zero_grad()
