@@ -152,8 +152,13 @@ def headed_table(words: Sequence[str], numbers: Sequence[str], rows: Iterable[Se
     for name in numbers:
         table.add_column(name, justify="right")
     for row in rows:
-        table.add_row(*(Text(one_line(cell)) if isinstance(cell, str) else cell for cell in row))
+        add_row(table, *row)
     return table
+
+
+def add_row(table: Table, *cells: RenderableType) -> None:
+    """Add a row to a table; a text among its cells, which may contain anything, is shown as it is, in one line."""
+    table.add_row(*(Text(one_line(cell)) if isinstance(cell, str) else cell for cell in cells))
 
 
 def class_table(numbers: Sequence[str], rows: Sequence[Sequence[RenderableType]], others: str) -> RenderableType:

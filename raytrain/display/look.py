@@ -59,8 +59,7 @@ def look(config: TrainConfig, *, limit_s: float = 30.0, write_labels: Location |
         raytrain.look(raytrain.recipes.custom(data="photos"))
     """
     output = None if write_labels is None else os.fspath(write_labels)
-    if output is not None:
-        check_output(output, LABEL_FILE_SUFFIXES, "--write-labels")
+    check_output(output, LABEL_FILE_SUFFIXES, "--write-labels")
     result = look_at(config, limit_s=limit_s, write_labels=output)
     if is_notebook():
         from IPython.display import HTML, display
@@ -159,7 +158,7 @@ def _suspicious(result: LookResult) -> Iterable[RenderableType]:
         return
     yield Text("\nTraining images whose labels look the most wrong, by the mean margin of the label over all epochs:")
     rows = [
-        [one_line(row["path"]), one_line(row["label"]), one_line(row["suggested"]), f"{row['margin']:.2f}"]
+        [row["path"], row["label"], row["suggested"], f"{row['margin']:.2f}"]
         for row in images.rows[:NUM_SUSPICIOUS_SHOWN]
     ]
     yield headed_table(["image", "label", "or", "margin"], [], rows)

@@ -18,6 +18,7 @@ from raytrain.config.named_functions import names_own_function
 from raytrain.data.labels.listing import lost_files
 from raytrain.display.console import (
     UNKNOWN,
+    add_row,
     format_dollars,
     format_duration,
     format_option,
@@ -86,8 +87,8 @@ def runs_table(
     # A column for each fact; tags have one only if there are any.
     statuses = [run.status for run in runs]
     columns: list[Column] = [
-        ("name", [one_line(run.name) for run in runs]),
-        ("recipe", [one_line(run.recipe) for run in runs]),
+        ("name", [run.name for run in runs]),
+        ("recipe", [run.recipe for run in runs]),
         ("status", [status_text(status.status) for status in statuses]),
         (
             "epoch",
@@ -105,7 +106,7 @@ def runs_table(
         costs = [UNKNOWN if status.dollars is None else format_dollars(status.dollars) for status in statuses]
         columns.insert(-1, ("cost", costs))
     if any(run.tags for run in runs):
-        columns.append((Text("tags"), [Text(one_line(" ".join(run.tags))) for run in runs]))
+        columns.append((Text("tags"), [" ".join(run.tags) for run in runs]))
 
     # The table. The word to sort by is also the heading of the column that must stay, but for the accuracy.
     keep = "last\naccuracy" if sorted_by == "accuracy" else sorted_by
@@ -179,7 +180,7 @@ def rows_table(*columns: Column) -> Table:
             no_wrap=not may_wrap,
         )
     for row in zip(*(cells for _, cells in columns), strict=True):
-        table.add_row(*row)
+        add_row(table, *row)
     return table
 
 
@@ -245,7 +246,7 @@ def run_page(record: RunRecord) -> RenderableType:
     newest = sorted(record.files, key=lambda file: file.modified)[-_NUM_FILES_SHOWN:]
     more = f" (the newest {len(newest)} of {len(record.files):,})" if len(newest) < len(record.files) else ""
     for heading, files in (("checkpoint", record.checkpoints), (f"file of the loop{more}", newest)):
-        rows = [(one_line(file.path), decimal(file.size_bytes), format_time(file.modified)) for file in files]
+        rows = [(file.path, decimal(file.size_bytes), format_time(file.modified)) for file in files]
         if rows:
             parts.append(headed_table([heading], ("size", "written"), rows))
     if record.skipped:
@@ -294,21 +295,22 @@ def comparison_page(records: Sequence[RunRecord]) -> RenderableType:
     for label, style in zip(labels, styles, strict=True):
         table.add_column(Text(label, style=style), justify="right", overflow="fold")
     for option in runs[0].options:
-        table.add_row(option.replace("_", " "), *(Text(format_option(run.options[option])) for run in runs))
+        add_row(table, option.replace("_", " "), *(format_option(run.options[option]) for run in runs))
     table.add_section()
 
     # A common metric of --best is named beside the row, different ones beside the values.
     best_metrics = {run.best_metric for run in runs}
     best_values = [format_value(run.best_value) for run in runs]
     if len(best_metrics) == 1:
-        table.add_row(f"best {_metric_name(*best_metrics)}", *best_values)
+        add_row(table, f"best {_metric_name(*best_metrics)}", *best_values)
     else:
         names_of_metrics = [_metric_name(run.best_metric) for run in runs]
-        table.add_row("best", *(f"{name} {value}" for name, value in zip(names_of_metrics, best_values, strict=True)))
+        values = (f"{name} {value}" for name, value in zip(names_of_metrics, best_values, strict=True))
+        add_row(table, "best", *values)
     for name, (label, spec) in _RESULTS.items():
-        table.add_row(label, *(one_line(format_optional(getattr(run, name), spec)) for run in runs))
+        add_row(table, label, *(format_optional(getattr(run, name), spec) for run in runs))
     for name in dict.fromkeys(name for run in runs for name in run.metrics):
-        table.add_row(one_line(name), *(format_value(run.metrics.get(name)) for run in runs))
+        add_row(table, name, *(format_value(run.metrics.get(name)) for run in runs))
 
     problems = (problem_lines(record.name, record.problems) for record in records if record.problems)
     return Group(*legend, table, *problems, comparison_plots(records, labels), Text())

@@ -148,11 +148,13 @@ def read_input(name: str, option: str | None = None) -> bytes:
         raise explain_os_error(error, name) from error
 
 
-def check_output(output: str, suffixes: tuple[str, ...], option: str = "--output") -> None:
+def check_output(output: str | None, suffixes: tuple[str, ...], option: str = "--output") -> None:
     """Raise UsageError unless ``output``, which ``option`` gives, has one of ``suffixes`` and its folder exists.
 
-    Of a URL, only the form is checked: no request is sent.
+    Of a URL, only the form is checked: no request is sent. None, if the option is not given, is right.
     """
+    if output is None:
+        return
     if not output.endswith(suffixes):
         raise UsageError(f"{option} is {output!r}; its name must end in {' or '.join(suffixes)}.")
     if "://" in output:

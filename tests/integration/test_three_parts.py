@@ -6,6 +6,7 @@ import io
 import json
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -75,16 +76,9 @@ def test_a_look_has_all_three_parts(images: Path, tmp_path: Path) -> None:
     assert re.search(r"test images +19", text) and re.search(r"red +20 +4 +7", text)
 
 
-def writes_what_it_tested(run: Run) -> None:
-    """Train as the built-in loop does, and write down what each evaluation of test images gave."""
-    model = run.prepare(run.build_model())
+def learn(run: Run, model: torch.nn.Module, measure: Callable[[], dict[str, float]]) -> None:
+    """Train ``model`` to the end of the run, which ``measure`` evaluates."""
     optimizer = run.prepare(run.build_optimizer(model))
-
-    def measure() -> dict[str, float]:
-        numbers = evaluate(run, model)
-        Path(run.config.storage, f"tested-{run.rank}.json").write_text(json.dumps(numbers))
-        return numbers
-
     for epoch in run.epochs(evaluate=measure):
         for batch in epoch:
             optimizer.zero_grad()
@@ -92,10 +86,21 @@ def writes_what_it_tested(run: Run) -> None:
             optimizer.step()
 
 
+def writes_what_it_tested(run: Run) -> None:
+    """Train as the built-in loop does, and write down what each evaluation of test images gave."""
+    model = run.prepare(run.build_model())
+
+    def measure() -> dict[str, float]:
+        numbers = evaluate(run, model)
+        Path(run.config.storage, f"tested-{run.rank}.json").write_text(json.dumps(numbers))
+        return numbers
+
+    learn(run, model, measure)
+
+
 def gets_worse(run: Run) -> None:
     """Measure a lower accuracy after each epoch, so that the first checkpoint is the best one."""
     model = run.prepare(run.build_model())
-    optimizer = run.prepare(run.build_optimizer(model))
     scores = iter((0.9, 0.5, 0.1))
 
     def measure() -> dict[str, float]:
@@ -106,11 +111,7 @@ def gets_worse(run: Run) -> None:
         counts = {"images": run.total([len(samples)])[0], "of test": float(folders == {"test"})}
         return {"accuracy": next(scores, 0.0), "weights": total, **counts}
 
-    for epoch in run.epochs(evaluate=measure):
-        for batch in epoch:
-            optimizer.zero_grad()
-            torch.nn.functional.cross_entropy(model(batch.images), batch.labels).backward()
-            optimizer.step()
+    learn(run, model, measure)
 
 
 def test_the_test_images_are_measured_with_the_best_checkpoint(images: Path, tmp_path: Path) -> None:
@@ -137,13 +138,7 @@ def test_a_stop_is_no_end(images: Path, tmp_path: Path) -> None:
 
 def test_an_evaluation_that_reads_other_images_is_no_test(images: Path, tmp_path: Path) -> None:
     def fixed(run: Run) -> None:
-        model = run.prepare(run.build_model())
-        optimizer = run.prepare(run.build_optimizer(model))
-        for epoch in run.epochs(evaluate=lambda: {"accuracy": 1.0}):
-            for batch in epoch:
-                optimizer.zero_grad()
-                torch.nn.functional.cross_entropy(model(batch.images), batch.labels).backward()
-                optimizer.step()
+        learn(run, run.prepare(run.build_model()), lambda: {"accuracy": 1.0})
 
     _, recorder = train_here(folder_run(images, tmp_path, "fixed", loop=fixed))
     assert not [row for row in recorder.rows if row.kind == "test"]

@@ -80,8 +80,7 @@ def evaluate(
     from raytrain.storage.open import check_output
 
     picture = output or f"{prediction.storage.rstrip('/')}/{run}/{CONFUSION_PICTURE}"
-    if output is not None:
-        check_output(output, (".png",))
+    check_output(output, (".png",))
     with redirect_stdout(sys.stderr):
         result = raytrain.evaluate(run, data, labels=labels, **vars(prediction))
     if result.skipped and not result.images:

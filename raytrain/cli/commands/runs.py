@@ -57,8 +57,7 @@ def show(run: RunName, storage: Storage = "./runs", png: Png = None) -> CommandR
     from raytrain.runs.records import read_run
     from raytrain.storage.open import check_output
 
-    if png is not None:
-        check_output(png, (".png",), "--png")
+    check_output(png, (".png",), "--png")
     record = read_run(storage, run)
     if png is not None:
         save_png(curve_figure(record), png)
@@ -79,8 +78,7 @@ def compare(
     from raytrain.experiments.compare import compare_records, read_runs
     from raytrain.storage.open import check_output
 
-    if png is not None:
-        check_output(png, (".png",), "--png")
+    check_output(png, (".png",), "--png")
     records = read_runs(runs, storage)
     if png is not None:
         save_png(comparison_figure(records), png)

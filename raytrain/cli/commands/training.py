@@ -168,10 +168,8 @@ def look(
     from raytrain.display.look import look_figure, look_page
     from raytrain.storage.open import check_output
 
-    # A file that could not be written is refused before minutes of reading.
+    check_output(output, (".png",))  # before minutes of reading
     picture = output or f"{config.storage.rstrip('/')}/{config.name or config.recipe}-look.png"
-    if output is not None:
-        check_output(output, (".png",))
     result = raytrain.look(config, limit_s=limit_s, write_labels=write_labels)
     save_png(look_figure(result), picture)
     return CommandResult(look_page(result, picture), {**result.summary(), "picture": picture})
@@ -194,8 +192,7 @@ def find_rate(
     from raytrain.display.rate import rate_figure, rate_page
     from raytrain.storage.open import check_output
 
-    if output is not None:
-        check_output(output, (".png",))  # before it trains; the default name is known only afterwards
+    check_output(output, (".png",))  # before it trains; the default name is known only afterwards
     signals = StopSignals()
     with _views(config, signals, watch) as view:
         result = raytrain.find_rate(config, view=view, signals=signals)
@@ -254,8 +251,7 @@ def sweep(
     from raytrain.display.sweep import SweepTerminalView, sweep_figure, sweep_page
     from raytrain.storage.open import check_output
 
-    if png is not None:
-        check_output(png, (".png",), "--png")
+    check_output(png, (".png",), "--png")
     with SweepTerminalView() as view:
         result = raytrain.sweep(
             config,
