@@ -53,7 +53,8 @@ from raytrain.runs.logs import ProcessLog
 from raytrain.runs.outcome import StopReason
 from raytrain.storage.store import Store
 from raytrain.trackers.open_trackers import Trackers, open_trackers
-from raytrain.training.assembly import errors_of_loop, load_initial_weights, make_run, training
+from raytrain.training.assembly import load_initial_weights, make_run, training
+from raytrain.training.loop_errors import errors_of_loop
 from raytrain.training.run import Run
 from raytrain.training.run_spec import RunSpec
 
