@@ -111,6 +111,11 @@ def format_value(value: object) -> str:
     return f"{value:.4f}" if abs(value) >= 1e-4 else f"{value:.1e}"
 
 
+def metric_name(name: str) -> str:
+    """Return the name of a metric as it is shown; a loop may have chosen any text."""
+    return one_line(name.replace("_", " "))
+
+
 def format_option(value: object) -> str:
     """Return the value of an option as a user types it; the values of a tuple are separated by blanks.
 

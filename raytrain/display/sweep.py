@@ -14,7 +14,7 @@ from rich.text import Text
 
 from raytrain.config.named_functions import names_own_function
 from raytrain.config.option_calls import takes_config
-from raytrain.display.console import UNKNOWN, format_dollars, format_optional
+from raytrain.display.console import UNKNOWN, format_dollars, format_optional, metric_name
 from raytrain.display.curves import GREY, ORANGE, plain_axes, titled_figure, whole_ticks
 from raytrain.display.event_text import stop_text
 from raytrain.display.notebook import CellOutput
@@ -200,7 +200,7 @@ def _trial_line(trial: TrialResult) -> str:
     if trial.loss is not None:
         parts.append(f"loss {trial.loss:.3f}")
     if trial.value is not None:
-        parts.append(f"best {_validation_metric(trial)} {trial.value:.4f}")
+        parts.append(f"best validation {metric_name(trial.metric)} {trial.value:.4f}")
     if trial.images_per_s is not None and trial.status == "running":
         parts.append(f"{trial.images_per_s:,.0f} images/s")
     if trial.dollars is not None:
@@ -274,7 +274,7 @@ def sweep_page(result: SweepResult, config: TrainConfig, picture: str | None = N
             measured = "no fold was measured"
         else:
             deviation = "" if folds.deviation is None else f" ± {folds.deviation:.4f} (standard deviation)"
-            mean = f"{folds.metric.replace('_', ' ')} {folds.mean:.4f}{deviation}"
+            mean = f"{metric_name(folds.metric)} {folds.mean:.4f}{deviation}"
             measured = f"{mean} over {folds.num_measured} of {folds.num_folds} folds"
         parts.append(Text.assemble(choice, (measured, "bold")))
 
@@ -320,12 +320,7 @@ def _cost_column(trials: Sequence[TrialResult]) -> list[Column]:
 
 def _heading(trials: Sequence[TrialResult]) -> str:
     """Return the heading of the trials' best values: ``best``, and the metric by which they are compared."""
-    return "best\n" + (trials[0].metric.replace("_", " ") if trials else "accuracy")
-
-
-def _validation_metric(trial: TrialResult) -> str:
-    """Return the metric by which trials are compared, as a label: ``validation accuracy``."""
-    return f"validation {trial.metric.replace('_', ' ')}"
+    return "best\n" + metric_name(trials[0].metric if trials else "accuracy")
 
 
 def _value_text(trial: TrialResult, best_score: float | None) -> Text:
@@ -411,7 +406,7 @@ def _draw_curves(axes: Axes, trials: Sequence[TrialResult], best: str | None) ->
     axes.set_xlabel("epoch")
     whole_ticks(axes)
     plain_axes(axes)
-    axes.set_ylabel(_validation_metric(trials[0]))
+    axes.set_ylabel(f"validation {metric_name(trials[0].metric)}")
 
 
 def _draw_values_by_option(axes: Axes, trials: Sequence[TrialResult], name: str, best: str | None) -> None:
@@ -438,4 +433,4 @@ def _draw_values_by_option(axes: Axes, trials: Sequence[TrialResult], name: str,
     axes.scatter(xs, [trial.value or 0.0 for trial in trials], c=colours, s=28, zorder=3)
     axes.set_xlabel(option_name(name))
     plain_axes(axes)
-    axes.set_ylabel(f"best {_validation_metric(trials[0])}")
+    axes.set_ylabel(f"best validation {metric_name(trials[0].metric)}")

@@ -35,8 +35,6 @@ from raytrain.inference.huggingface_folder import (
 from raytrain.inference.model_card import example, model_card, network_lines, preprocessing
 from raytrain.runs.checkpoint_files import require_checkpoint
 from raytrain.runs.documents import open_run, plain, read_resolved_config, read_trusted_config
-from raytrain.runs.metrics_history import read_evaluation
-from raytrain.runs.provenance import provenance_at, read_provenance
 from raytrain.storage.open import check_output, open_store, write_output
 from raytrain.storage.temporary_files import TemporaryFolder
 from raytrain.training.checkpoint import read_checkpoint
@@ -173,9 +171,7 @@ def _write_card(card: str, weights_file: str, classifier: Classifier, run: str, 
     else:
         network = network_lines(config, classifier.network, len(classifier.classes))
     lines = example(classifier, weights_file, SUFFIX, network)
-    provenance = provenance_at(read_provenance(store), checkpoint.progress.step)
-    evaluation = read_evaluation(store, checkpoint.progress.step)
-    write_output(card, model_card(run, weights_file, config, checkpoint, lines, provenance, evaluation).encode())
+    write_output(card, model_card(run, store, weights_file, config, checkpoint, lines))
     return lines
 
 
@@ -199,9 +195,7 @@ def _export_folder(run: str, output: str, data: Location | None, storage: str, *
         comparison = _compare(partial(_logits_of, reloaded), classifier, images, output)
         contents = {name: (folder / "network" / name).read_bytes() for name in (CONFIG, WEIGHTS)}
     lines = lines_with_timm(output, classifier)
-    provenance = provenance_at(read_provenance(stored), checkpoint.progress.step)
-    evaluation = read_evaluation(stored, checkpoint.progress.step)
-    contents[CARD] = model_card(run, WEIGHTS, config, checkpoint, lines, provenance, evaluation).encode()
+    contents[CARD] = model_card(run, stored, WEIGHTS, config, checkpoint, lines)
     for name, content in contents.items():
         store.put(name, content)
 

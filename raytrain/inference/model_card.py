@@ -12,10 +12,12 @@ from raytrain.config.named_functions import load_function
 from raytrain.config.network import timm_name
 from raytrain.inference.classifier import Classifier
 from raytrain.recipes import auto
-from raytrain.runs.metric_row import MetricRow, own_metrics
+from raytrain.runs.metric_row import own_metrics
+from raytrain.runs.metrics_history import read_evaluation
 from raytrain.runs.outcome import train_command
-from raytrain.runs.provenance import Provenance
+from raytrain.runs.provenance import provenance_at, read_provenance
 from raytrain.runs.redact import one_line
+from raytrain.storage.store import Store
 from raytrain.training.checkpoint import Checkpoint
 from raytrain.training.networks.model import OPTIONS, network_arguments, timm_arguments
 from raytrain.training.weights_source import SUFFIX
@@ -74,21 +76,14 @@ _TEST_VIEWS = {
 _RESIZE = {"stretch": "all of the image, distorted", "pad": "all of the image, on black"}
 
 
-def model_card(
-    run: str,
-    file: str,
-    config: ResolvedConfig,
-    checkpoint: Checkpoint,
-    lines: str,
-    provenance: Provenance | None = None,
-    evaluation: MetricRow | None = None,
-) -> str:
+def model_card(run: str, store: Store, file: str, config: ResolvedConfig, checkpoint: Checkpoint, lines: str) -> bytes:
     """Return the model card of ``file`` in Markdown; the file has the evaluated weights of a ``checkpoint`` of ``run``.
 
-    ``lines`` of Python, such as those of :func:`example`, classify an image with the network. ``provenance`` is that of
-    the attempt that wrote the checkpoint, and ``evaluation`` the row of the history at its step; None if unknown.
+    ``lines`` of Python, such as those of :func:`example`, classify an image with the network. In the ``store`` of the
+    run are the provenance of the attempt that wrote the checkpoint, and the row of its evaluation.
     """
     identity, progress = checkpoint.identity, checkpoint.progress
+    provenance = provenance_at(read_provenance(store), progress.step)
 
     # The last evaluation counts only if it is of these very weights: the run may have trained on since.
     result = "not measured"
@@ -97,7 +92,7 @@ def model_card(
         progress.validation_loss,
     ):
         result = f"accuracy {progress.validation_accuracy:.2%}, loss {progress.validation_loss:.4g}"
-        others = own_metrics(None, evaluation)  # those of --metrics among them
+        others = own_metrics(None, read_evaluation(store, progress.step))  # those of --metrics among them
         result += "".join(
             f", {one_line(name.removeprefix('validation '))} {value:.4g}"
             for name, value in others.items()
@@ -138,7 +133,7 @@ def model_card(
         use=lines,
         start=one_line(start),
         command=one_line(train_command(config)),
-    )
+    ).encode()
 
 
 # The lines of Python that :func:`example` puts together. They do what data/images/decode.py does: a JPEG is decoded at
