@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 from raytrain.config.option_values import hints_of
-from raytrain.config.options import TrainConfig
-from raytrain.errors import UsageError
+from raytrain.config.options import TrainConfig, similar_options
+from raytrain.errors import UsageError, did_you_mean
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -30,11 +30,12 @@ def takes_config(function: Callable[P, R]) -> Callable[P, R]:
         try:
             signature.bind(*args, **kwargs)
         except TypeError as error:
-            options = hints_of(TrainConfig).keys() - signature.parameters.keys()
-            example = next((given for given in kwargs if given in options), "data")
+            others = [given for given in kwargs if given not in signature.parameters]
+            option = next((given for given in others if given in hints_of(TrainConfig)), "data")
+            hint = next((did_you_mean(given, signature.parameters) or similar_options(given) for given in others), "")
             raise UsageError(
-                f"{name} takes one value without a name, the options, and got others ({error}); write "
-                f"{name}(raytrain.TrainConfig({example}=…)), and see help({name}) for what stands beside them."
+                f"{name} cannot be called like this: {error}{hint}; write {name}(raytrain.TrainConfig({option}=…)), and "
+                f"see help({name}) for what it takes beside the options."
             ) from None
         return function(*args, **kwargs)
 
