@@ -13,7 +13,6 @@ images differs between workers anyway: tensors with a row for each of them, and 
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -28,8 +27,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from raytrain.config.user_code import is_of_user, line_of
 from raytrain.training.exact.agreement import digest_of_tensors, has_digest
+from raytrain.training.loop_checks.searching import searching
 
-_log = logging.getLogger(__name__)
 Place = tuple[int, str, int]
 """A watched step of this attempt, counted from 1, a file of the user's, and the number of a line in it."""
 
@@ -80,11 +79,9 @@ class LoopNumbers:
         is the one that has called torch.
         """
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        try:
+        values: list[float | Tensor] = []
+        with searching(f"which numbers {name} gets"):
             values = list(self._new_values(name, args, leaves, result, tensors))
-        except Exception:  # all kinds of the user's objects are met here, and no run must fail by a search
-            _log.debug("the numbers of a call of %s are not known", name, exc_info=True)
-            values = []
 
         # The result depends on all that the arguments depend on, and on what this line of the user's adds.
         places = frozenset[Place]().union(*(self._places.get(tensor, ()) for tensor in tensors))

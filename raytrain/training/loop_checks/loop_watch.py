@@ -27,7 +27,8 @@ from raytrain.training.batches.batch import Batch
 from raytrain.training.loop_checks import swapped_images, watched_calls
 from raytrain.training.loop_checks.loop_numbers import Place, differing_lines
 from raytrain.training.loop_checks.warning_places import warnings_at_callers
-from raytrain.training.loop_checks.watched_calls import NOTES, WatchedCalls
+from raytrain.training.loop_checks.watch_notes import DRAWS, GENERATOR, LAYERS, NUMBERS
+from raytrain.training.loop_checks.watched_calls import WatchedCalls
 from raytrain.training.networks.compiled import compiled_calls_by
 from raytrain.training.prepared_models import PreparedModels
 from raytrain.training.protocols import Worker
@@ -35,14 +36,6 @@ from raytrain.training.random_numbers import held_generators, state_of, used_gen
 
 _NUM_WATCHED = 2  # steps of an epoch
 _NUM_EPOCHS = 5  # of an attempt
-_NUMBERS = (
-    "the loss depends on numbers that differ between the workers ({line}), each of which computes them from its own "
-    "images, so that it depends on the number of workers; compute them from run.total(...) or run.gather(...)"
-)
-_DRAWS = (
-    "the loop or its network draws random numbers from {names}: each worker draws its own, so that the run depends on "
-    "the number of workers; docs/images.md names the layers with which it does not"
-)
 
 
 class LoopWatch:
@@ -113,13 +106,13 @@ class LoopWatch:
         # With fewer, one of them has drawn for several images.
         draws_for_all = 0 < len(self._calls.seeds) < batch.num_used
         if draws_for_all or list(map(state_of, generators)) != states:
-            self._notes.add(NOTES["generator"])
+            self._notes.add(GENERATOR)
             self._draws = True
 
         # The run has seeded the libraries' own generators for this step. One that is not as it was has been used.
         seed = mix(self._config.seed, batch.step, self._worker.rank)
         if libraries := used_generators(seed, self._worker.device):
-            self._notes.add(_DRAWS.format(names=" and ".join(libraries)))
+            self._notes.add(DRAWS.format(names=" and ".join(libraries)))
             self._draws = True
         self._calls.end(draws=self._draws)
         self._has_news = True
@@ -170,7 +163,7 @@ class LoopWatch:
         self._calls.numbers.forget()
         if not any(worker_signs.draws for worker_signs in signs_of_workers):
             for line in differing_lines([worker_signs.in_losses for worker_signs in signs_of_workers]):
-                self._report(_NUMBERS.format(line=lines.get(line, f"{line[0]}, line {line[1]}")))
+                self._report(NUMBERS.format(line=lines.get(line, f"{line[0]}, line {line[1]}")))
 
         # Report attributes of layers that differ.
         differing = [
@@ -179,10 +172,7 @@ class LoopWatch:
             if any(worker_signs.in_layers.get(name) != numbers[name] for worker_signs in signs_of_workers)
         ]
         if differing:
-            self._report(
-                f"the workers differ in {some_of(differing)}, which a network computes from one worker's images: keep "
-                "it in a buffer, computed with run.total or run.gather"
-            )
+            self._report(LAYERS.format(names=some_of(differing)))
 
 
 class _Signs(NamedTuple):

@@ -23,9 +23,7 @@ of them. Neither has what Python computes from numbers that it has taken out of 
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +32,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.weak import WeakIdKeyDictionary
 
 from raytrain.training.batches.batch import Batch
+from raytrain.training.loop_checks.searching import searching
 from raytrain.training.loop_checks.torch_functions import (
     ELEMENTWISE,
     LAYERS,
@@ -42,7 +41,6 @@ from raytrain.training.loop_checks.torch_functions import (
     TAKE_WEIGHTS,
 )
 
-_log = logging.getLogger(__name__)
 _NUM_VARIANTS = 3
 _ROUNDING = {torch.float64: 1e-10, torch.float32: 3e-5}  # in a loss, relative to it
 _COARSE_ROUNDING = 1e-2  # if a part of the step is computed in float16 or bfloat16
@@ -63,7 +61,11 @@ class SwappedImages:
         swapped = SwappedImages()
         swapped.begin(batch, set())
         loss = swapped.call(torch.mean, "mean", (batch.images,), {})
-        swapped.are_compared([loss])  # False
+        swapped.add_losses([loss])
+        swapped.compares_images  # False
+
+    Attributes:
+        compares_images: True if the sum of the losses that were added last compares images.
     """
 
     def __init__(self) -> None:
@@ -73,6 +75,7 @@ class SwappedImages:
         self._selections: Any = WeakIdKeyDictionary()  # tensors whose number of rows depends on the images
         self._orders = torch.empty(0)
         self._weights: set[int] = set()
+        self.compares_images = False
         self._is_coarse = False  # True if a tensor of this step has float16 or bfloat16
         # True if the loop may know which image is in which row, or variants are missing.
         self._tells_images_apart = False
@@ -133,7 +136,7 @@ class SwappedImages:
         """
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)] if self._variants else []
         sources = [tensor for tensor in tensors if tensor in self._variants]
-        with _without_errors(name):
+        with searching(f"what {name} returns for swapped images"):
             self._tells_images_apart |= bool(self._variants) and self._may_tell_places(name, kwargs, tensors)
         is_transformed = torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore
         if not sources or is_transformed or name in NOT_REPEATED:  # tensors of torch.func must not outlive it
@@ -149,11 +152,11 @@ class SwappedImages:
             self._keep_one(result, None)
             return result
         calls: list[_VariantCall] = []
-        with _without_errors(name):
+        with searching(f"what {name} returns for swapped images"):
             devices = sorted({tensor.device.index for tensor in tensors if tensor.is_cuda})
             calls = [self._call_variant(number, func, args, kwargs, devices) for number in range(_NUM_VARIANTS)]
         result = func(*args, **kwargs)
-        with _without_errors(name):
+        with searching(f"what {name} returns for swapped images"):
             self._keep(calls, args, kwargs, result)
         return result
 
@@ -189,16 +192,17 @@ class SwappedImages:
             if isinstance(leaf, Tensor) and all(position < len(of_call) for of_call in results):
                 self._keep_one(leaf, [of_call[position] for of_call in results])
 
-    def are_compared(self, losses: Sequence[Tensor]) -> bool:
-        """Return whether the sum of ``losses``, whose backward the loop calls, compares images.
+    def add_losses(self, losses: Sequence[Tensor]) -> None:
+        """Add ``losses``, whose backward the loop calls, to those of this step.
 
         Losses that are not single numbers are left out.
         """
+        self.compares_images = False
         numbers = [loss for loss in losses if loss.numel() == 1]
         self._may_change |= self._tells_images_apart or len(numbers) < len(losses)
         if not any(loss in self._variants for loss in numbers):
-            return False
-        with _without_errors("backward"):
+            return
+        with searching("the loss with swapped images"):
             own = sum(loss.item() for loss in numbers)
             exchanged, first, second = (
                 sum(self._variant(loss, variant).item() for loss in numbers) for variant in range(_NUM_VARIANTS)
@@ -207,13 +211,12 @@ class SwappedImages:
             bound = (_COARSE_ROUNDING if self._is_coarse else rounding) * max(map(abs, (own, exchanged, first, second)))
             self._exchange_adds += own - exchanged
             self._bound += bound
-            compares = abs(own + exchanged - first - second) > bound  # False for NaN
-            self._may_change |= compares  # as a loss that compares neighbours does, which has a note of its own
-            return compares
-        return False
+            self.compares_images = abs(own + exchanged - first - second) > bound  # False for NaN
+            self._may_change |= self.compares_images  # as a loss that compares neighbours does, which has its own note
 
-    def are_placed(self) -> bool:
-        """Return whether the sum of the step's losses so far depends on the images' places.
+    @property
+    def depends_on_places(self) -> bool:
+        """True if the sum of the step's losses so far depends on the images' places.
 
         False if the loop may know which image is in which row. The caller must know that the step has drawn no random
         numbers, which may differ from row to row, too.
@@ -320,18 +323,6 @@ def is_collective(func: Any) -> bool:
     """Return whether ``func`` is one of torch's functions or operators that several workers call together."""
     module = getattr(func, "__module__", None) or ""
     return module.startswith(("torch.distributed", "torch._ops._c10d_functional", "torch._ops.c10d"))
-
-
-@contextmanager
-def _without_errors(name: str) -> Iterator[None]:
-    """Go on after an error in this context, as functions meet all kinds of arguments, and no run must fail by a search.
-
-    ``name`` is that of the function whose variants are computed.
-    """
-    try:
-        yield
-    except Exception:
-        _log.debug("the variants of a call of %s are not known", name, exc_info=True)
 
 
 def _with_statistics(func: Any, own: Any, args: Any) -> Any:

@@ -10,10 +10,8 @@ carries from epoch to epoch (:mod:`raytrain.training.loop_checks.carried_state`)
 from __future__ import annotations
 
 import inspect
-import logging
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from types import FrameType, FunctionType, ModuleType
 from typing import Any
 
@@ -24,8 +22,8 @@ from raytrain.training.checkpoint_state import CheckpointState
 from raytrain.training.exact.agreement import digest_of_tensors, has_digest
 from raytrain.training.loop_checks.carried_state import CarriedState, users_frames
 from raytrain.training.loop_checks.numbered_batches import number_that_decides
+from raytrain.training.loop_checks.searching import searching
 
-_log = logging.getLogger(__name__)
 _NOTE = (
     "the loop changes the weights of {names}, which it has not prepared: no checkpoint holds them, so a resumed run "
     "would begin with others, and their gradients are not joined over the workers; give the network to run.prepare "
@@ -50,15 +48,6 @@ _THIRD_BATCH = 2
 _LONGEST_SEARCHED = 100  # items of a list or a dictionary
 
 
-@contextmanager
-def _searching() -> Iterator[None]:
-    """Log an exception in this context and go on: all kinds of the user's objects are met, and no run must fail."""
-    try:
-        yield
-    except Exception:
-        _log.debug("what the loop keeps outside of its checkpoints is not known", exc_info=True)
-
-
 class UnpreparedNetworks:
     """Reports, by ``report``, what a loop changes and ``state`` lacks: networks, counters, and what it carries on.
 
@@ -78,7 +67,7 @@ class UnpreparedNetworks:
 
     def begin_epoch(self, frame: FrameType | None) -> None:
         """Note what the functions of ``frame`` may carry into the epoch that begins."""
-        with _searching():
+        with searching("what the loop carries from epoch to epoch"):
             self._carried.begin_epoch(frame)
 
     def look(self, frame: FrameType | None, run: object, *, is_first_of_epoch: bool) -> None:
@@ -99,7 +88,7 @@ class UnpreparedNetworks:
 
         # The text of the loop says at once whether it decides by the number of a batch. If a generator of the user's
         # hands on the batches, its caller may number them.
-        with _searching():
+        with searching("by which number the loop decides"):
             for users_frame in frames if self._num_batches == 1 else ():
                 if number := number_that_decides(users_frame):
                     self._report(_NUMBER_NOTE.format(number=number))
@@ -123,7 +112,7 @@ class UnpreparedNetworks:
         # The same for numbers in attributes of optimizers, and at the start of an epoch, for what the loop carries.
         if counters := self._changed_counters():
             self._report(_COUNTER_NOTE.format(names=some_of(counters)))
-        with _searching():
+        with searching("what the loop carries from epoch to epoch"):
             if is_first_of_epoch and (carried := self._carried.changed(frame, run)):
                 self._report(_CARRIED_NOTE.format(names=some_of(carried)))
 

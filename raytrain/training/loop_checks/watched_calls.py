@@ -25,13 +25,11 @@ A tensor that depends on the batch has a set of marks. All tensors that are comp
   it, as a loop over the vector does. This is harmless unless Python compares two of them, as ``sorted`` does.
 
 A note is made only if the loss has a mark when its backward is called, because other uses of a tensor, such as in a
-metric, change no weight. ``statistic``, ``gradient``, ``count``, ``selected``, ``inverse``, ``now``, ``guard`` and
-rows have no note: they only lead to others.
+metric, change no weight (:mod:`raytrain.training.loop_checks.watch_notes`). Marks without a note only lead to others.
 """
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
@@ -48,6 +46,7 @@ from raytrain.training.batches.batch import Batch
 from raytrain.training.exact import gather
 from raytrain.training.exact.gradients import HOOK_NOTE
 from raytrain.training.loop_checks.loop_numbers import LoopNumbers
+from raytrain.training.loop_checks.searching import searching
 from raytrain.training.loop_checks.swapped_images import SwappedImages, is_collective
 from raytrain.training.loop_checks.torch_functions import (
     ADDITIONS,
@@ -65,52 +64,8 @@ from raytrain.training.loop_checks.torch_functions import (
     STATISTICS,
     TAKE_WEIGHTS,
 )
+from raytrain.training.loop_checks.watch_notes import NOTES_ON_LOSSES
 
-_log = logging.getLogger(__name__)
-NOTES = {
-    "sum": (
-        "the loss is a sum over images, and a run of several workers takes it for a mean: let it be a mean "
-        '(reduction="mean"), as in a loop for one GPU'
-    ),
-    "other mean": (
-        "the loss is a mean over something else than images, such as the weights of their classes or those that a mask "
-        "or ignore_index leaves, so it depends on the number of workers; write run.mean(sum, divisor), in "
-        "docs/your-own-loop.md"
-    ),
-    "compares": (
-        "the loss compares the images of a worker with each other (by a statistic over them, by products of their "
-        "features, or by rows in another order), so it depends on the number of workers; take the rows of all workers, "
-        "run.gather(rows), in docs/your-own-loop.md"
-    ),
-    "scaled": (
-        "the loss depends on the size of gradients for images, or for what is computed of them, and these are those of "
-        "a mean over one worker's images: the fewer images it has, the larger they are; take those of a sum, as in "
-        "torch.autograd.grad(losses.sum(), images), divided by run.total([batch.num_used])[0]"
-    ),
-    "gathered": (
-        "the loss depends on a gradient of torch.autograd.grad that passes run.gather, and is that of one worker's "
-        "rows: gather what the network gets, as in run.gather(batch.images), so that each worker has all images"
-    ),
-    "kept": (
-        "the loss depends on a tensor of a step before, which was computed from one worker's images, so it depends on "
-        "the number of workers; compute it from run.gather(rows) or run.total(sums), or keep it in a network's buffer"
-    ),
-    "late": (
-        "the loop computes with a batch after it has asked for the next one: that one's images weight its gradients "
-        "and metrics, and a resume leaves a batch out; compute with each batch before asking for the next one, as a "
-        "run reads images ahead by itself"
-    ),
-    "placed": (
-        "the loss treats images by their places among those of a worker, such as its first half, so it depends on the "
-        "number of workers; choose them by batch.samples, as in batch.samples % 2 == 0"
-    ),
-    "generator": (
-        "the loop or a network draws random numbers from a generator of its own, the same on each worker for other "
-        "images, so that the run depends on the number of workers; draw for each image by its number in batch.samples, "
-        "or train on one worker"
-    ),
-    "hook": HOOK_NOTE,
-}
 _MAX_NUMBERS_PER_IMAGE = 16  # in a vector of random numbers, which otherwise may be for weights
 _GRAD = cast(Any, Tensor).grad.__get__  # what reads a tensor's gradient
 
@@ -188,8 +143,8 @@ class WatchedCalls(TorchFunctionMode):
 
     def end(self, *, draws: bool) -> None:
         """Compute with no swapped images any more, after the step; ``draws`` is True if it has drawn random numbers."""
-        if not draws and self._swapped.are_placed():
-            self._report(NOTES["placed"])
+        if not draws and self._swapped.depends_on_places:
+            self._report(NOTES_ON_LOSSES["placed"])
         self._swapped.end()
 
     def follow_mean(self, numerator: Tensor, mean: Tensor) -> None:
@@ -227,7 +182,7 @@ class WatchedCalls(TorchFunctionMode):
                 [leaf for leaf in tree_leaves((args[:1], kwargs.get("tensors"))) if isinstance(leaf, Tensor)]
             )
         if name == "register_hook":  # it may change a gradient
-            self._report(NOTES["hook"])
+            self._report(HOOK_NOTE)
         if name == "__iter__" and args[0] in self._marks and args[0].ndim == 1:  # what it gives cannot be seen
             return iter(self.__torch_function__(Tensor.unbind, types, args))
 
@@ -265,15 +220,12 @@ class WatchedCalls(TorchFunctionMode):
                     "with a layer such as nn.BatchNorm2d, or call its eval() if it is to stay as it is; or train on "
                     "one worker."
                 )
-            try:
+            with searching(f"what the result of {name} depends on"):
                 marks = self._marks_of(call)
-            except Exception:  # all kinds of arguments are met here, and no run must fail by a search
-                _log.debug("what a call of %s depends on is not known", name, exc_info=True)
-                return result
-            for leaf in [result] if isinstance(result, Tensor) else tree_leaves(result):
-                if isinstance(leaf, Tensor) and id(leaf) not in self._weights:
-                    self._marks[leaf] = marks - (set() if leaf.is_floating_point() else {"scaled", "inverse"})
-            self._follow_single_numbers(name, args, sources, result)
+                for leaf in [result] if isinstance(result, Tensor) else tree_leaves(result):
+                    if isinstance(leaf, Tensor) and id(leaf) not in self._weights:
+                        self._marks[leaf] = marks - (set() if leaf.is_floating_point() else {"scaled", "inverse"})
+                self._follow_single_numbers(name, args, sources, result)
         return result
 
     def _report_on(self, losses: list[Tensor]) -> None:
@@ -281,7 +233,8 @@ class WatchedCalls(TorchFunctionMode):
         self.numbers.note_losses(losses)
         marks = set[str]().union(*(self._marks.get(loss, ()) for loss in losses))
         self._has_mean_loss |= self._has_mean_among(losses)
-        if self._swapped.are_compared(losses) and "other mean" not in marks:
+        self._swapped.add_losses(losses)
+        if self._swapped.compares_images and "other mean" not in marks:
             marks.add("compares")
         if "scaled" in marks:  # then the loss is neither a sum nor a mean over images
             marks.discard("sum")
@@ -292,8 +245,8 @@ class WatchedCalls(TorchFunctionMode):
         if "kept" in marks and "now" not in marks:
             marks = {"late"}
         for mark in marks:
-            if mark in NOTES:
-                self._report(NOTES[mark])
+            if mark in NOTES_ON_LOSSES:
+                self._report(NOTES_ON_LOSSES[mark])
 
     def _follow_drawn(self, name: str, generator: Any, sources: list[Tensor], leaves: list[Any], result: Any) -> None:
         """Note the seed of a ``generator`` of the loop's that draws a number, or several, for each image.
