@@ -328,3 +328,16 @@ def test_a_network_that_can_be_evaluated_is_tried_on_two_images_and_stays_as_it_
     [note] = notes_of(tmp_path, counted(calls))
     assert note.startswith("the loop has changed calls")  # as this test has it do
     assert calls[:3] == [8, 2, 8] and 2 not in calls[3:]
+
+
+def with_a_scaled_rate(run: Run) -> None:
+    model = run.prepare(run.build_model())
+    optimizer = run.prepare(torch.optim.SGD(model.parameters(), lr=0.01 * run.world_size))
+    fit(run, model, optimizer)
+
+
+def test_a_rate_that_grows_with_the_workers_is_reported_on_several(tmp_path: Path) -> None:
+    says = "a learning rate is computed with the number of workers"
+    notes = run_in_processes(2, notes_of, tmp_path / "two", with_a_scaled_rate)[0]
+    assert [note for note in notes if says in note]
+    assert notes_of(tmp_path / "one", with_a_scaled_rate) == []

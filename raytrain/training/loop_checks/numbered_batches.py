@@ -115,15 +115,15 @@ def _decides(number: str, body: list[ast.stmt], variables: Mapping[str, Any]) ->
     nodes = list(ast.walk(ast.Module(body, [])))
     names = _computed_from(number, nodes, _names_in)
     # What a function returns that gets the number may have nothing to do with it, as that of training_step(batch, i).
-    factors = _computed_from(number, nodes, lambda value: _names_computed_with(value, variables))
+    factors = _computed_from(number, nodes, lambda value: names_computed_with(value, variables))
     for node in nodes:
         match node:
             case ast.If() if names & set(_names_in(node.test)):
                 inner = [part for branch in (*node.body, *node.orelse) for part in ast.walk(branch)]
-                if any(_trains(part, variables) or _sets_rate(part) for part in inner):
+                if any(_trains(part, variables) or sets_rate(part) for part in inner):
                     return True
             case ast.Assign() | ast.AugAssign() if names & set(_names_in(node.value)):
-                if _sets_rate(node):
+                if sets_rate(node):
                     return True
             case ast.Call():
                 method = node.func.attr if isinstance(node.func, ast.Attribute) else ""
@@ -150,7 +150,7 @@ def _computed_from(number: str, nodes: list[ast.AST], names_in: Callable[[ast.AS
     return names
 
 
-def _sets_rate(node: ast.AST) -> bool:
+def sets_rate(node: ast.AST) -> bool:
     """Return whether ``node`` sets an option of an optimizer's group, as ``group["lr"] = 0.1`` does."""
     if not isinstance(node, (ast.Assign, ast.AugAssign)):
         return False
@@ -176,7 +176,7 @@ def _function_sets_rate(call: ast.Call, variables: Mapping[str, Any]) -> bool:
     return writes and not _RATES.isdisjoint(constant for constant in code.co_consts if isinstance(constant, str))
 
 
-def _names_computed_with(node: ast.AST, variables: Mapping[str, Any]) -> Iterator[str]:
+def names_computed_with(node: ast.AST, variables: Mapping[str, Any]) -> Iterator[str]:
     """Yield the names of variables in ``node``, but for those in arguments of functions that are not of numbers."""
     if isinstance(node, ast.Name):
         yield node.id
@@ -187,10 +187,10 @@ def _names_computed_with(node: ast.AST, variables: Mapping[str, Any]) -> Iterato
         is_of_module = isinstance(function, ast.Name) and isinstance(variables.get(function.id), ModuleType)
         is_of_numbers = is_of_module or (isinstance(node.func, ast.Name) and node.func.id in _OF_NUMBERS)
         for part in node.args if is_of_numbers else [node.func]:
-            yield from _names_computed_with(part, variables)
+            yield from names_computed_with(part, variables)
     else:
         for part in ast.iter_child_nodes(node):
-            yield from _names_computed_with(part, variables)
+            yield from names_computed_with(part, variables)
 
 
 def _names_in(node: ast.AST) -> Iterator[str]:
