@@ -27,7 +27,8 @@ _RIGHT_NOTES = (  # which say nothing against a loop
     "which the loop does not call",  # of options that the built-in loop uses
     "the evaluation calls no prepared network",  # of a loop whose own evaluation makes numbers up
     "the loop has changed found",  # where its weights are kept for the comparison
-    "the loop carries ",  # which matters to a resume alone
+    "the loop carries ",  # which matters to a resume alone, as the next one does
+    "the epochs of this attempt",
 )
 
 

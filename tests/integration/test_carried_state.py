@@ -8,6 +8,7 @@ import time
 import tracemalloc
 from collections import defaultdict, deque
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -560,10 +561,31 @@ def profiled(run: Run) -> None:
                     profiler.step()
 
 
+def loss_from_a_batch_on(run: Run) -> None:
+    model, optimizer = prepared(run)
+    for epoch in run.epochs():
+        for i, batch in enumerate(epoch):
+            loss = cross_entropy(model, batch)
+            if i >= 2:
+                loss = 2 * loss
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            if i % 2 == 0:
+                loss = loss.item()
+                print(loss)
+
+
 @pytest.mark.parametrize(
     ("loop", "number"),
     [
-        *((accumulated, "i"), (rate_within_an_epoch, "number"), (step_of_a_wrapper, "i"), (sane, None)),
+        *(
+            (accumulated, "i"),
+            (loss_from_a_batch_on, "i"),
+            (rate_within_an_epoch, "number"),
+            (step_of_a_wrapper, "i"),
+            (sane, None),
+        ),
         *((rate_by_a_function, "step"), (warmed_up_by_hand, "i"), (rates_by_zip, "rate"), (ramped_loss, "number")),
         *((profiled, None), (numbered_for_people, None), (Learner().fit, None)),
     ],
@@ -572,4 +594,65 @@ def test_a_number_of_enumerate_by_which_an_optimizer_steps_is_named(
     loop: Callable[[Run], None], number: str | None, tmp_path: Path
 ) -> None:
     notes = [note for note in train_loop(loop, tmp_path, OPTIONS).notes if "enumerate" in note]
+    assert [note.partition(" how")[0] for note in notes] == ([f"the loop decides by `{number}`"] if number else [])
+
+
+def rate_of_an_epoch(run: Run) -> None:
+    model, optimizer = prepared(run)
+    for number, epoch in enumerate(run.epochs()):
+        _adjust_learning_rate(optimizer, number)
+        for batch in epoch:
+            learn(model, optimizer, batch)
+
+
+def rates_of_epochs(run: Run) -> None:
+    model, optimizer = prepared(run)
+    for rate, epoch in zip([0.1, 0.01], run.epochs(), strict=False):
+        optimizer.param_groups[0]["lr"] = rate
+        _one_epoch(model, optimizer, epoch)
+
+
+def _one_epoch(model: nn.Module, optimizer: Any, epoch: Any) -> None:
+    for batch in epoch:
+        learn(model, optimizer, batch)
+
+
+def loss_from_an_epoch_on(run: Run) -> None:
+    model, optimizer = prepared(run)
+    for number, epoch in enumerate(run.epochs()):
+        for batch in epoch:
+            loss = cross_entropy(model, batch)
+            if number > 0:
+                loss = loss + model(batch.images).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+
+def two_stages(run: Run) -> None:
+    model, optimizer = prepared(run)
+    for epoch in islice(run.epochs(), 1):
+        _one_epoch(model, optimizer, epoch)
+    for epoch in run.epochs():
+        _one_epoch(model, optimizer, epoch)
+
+
+def epochs_for_people(run: Run) -> None:
+    model, optimizer = prepared(run)
+    for number, epoch in enumerate(run.epochs()):
+        _one_epoch(model, optimizer, epoch)
+        print(f"epoch {number} of {epoch.number}")
+
+
+@pytest.mark.parametrize(
+    ("loop", "number"),
+    [
+        *((rate_of_an_epoch, "number"), (rates_of_epochs, "rate"), (loss_from_an_epoch_on, "number")),
+        *((two_stages, "islice(run.epochs(), 1)"), (epochs_for_people, None), (sane, None)),
+    ],
+)
+def test_a_number_of_epochs_by_which_a_loop_decides_is_named(
+    loop: Callable[[Run], None], number: str | None, tmp_path: Path
+) -> None:
+    notes = [note for note in train_loop(loop, tmp_path, OPTIONS).notes if "the epochs of this attempt" in note]
     assert [note.partition(" how")[0] for note in notes] == ([f"the loop decides by `{number}`"] if number else [])

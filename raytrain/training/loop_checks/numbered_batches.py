@@ -1,12 +1,14 @@
-"""Finds a number that counts the batches of an epoch, as of ``enumerate``, by which a loop decides how it trains.
+"""Finds a number that counts batches or epochs, as of ``enumerate``, by which a loop decides how it trains.
 
-A resume enters in the middle of an epoch, where such a number begins at 0 again. Loops that add up gradients then step
-after other batches, and not after the last one of the epoch; a rate or a weight of a loss that grows with the batches
-begins again. The same holds for what ``zip`` pairs with the batches. A number that is only printed does no harm, so the
-text of the loop is searched for what it decides. With ``i`` of ``enumerate``, or what is computed from it, these do:
+A resume enters in the middle of an epoch, where a number of batches begins at 0 again, as that of epochs does. Loops
+that add up gradients then step after other batches, and not after the last one of the epoch; a rate or a weight of a
+loss that grows with the batches begins again. The same holds for what ``zip`` pairs with them. A number that is only
+printed does no harm, so the text of the loop is searched for what it decides. With ``i`` of ``enumerate``, or what is
+computed from it, these do:
 
 ========================================  =================================================
 ``if i % 2: optimizer.step()``            an ``if`` with a training call, or with a new rate
+``if i > 5: loss = loss + penalty``       an ``if`` with a new loss, before its backward
 ``group["lr"] = 0.1 * i``                 a new rate
 ``adjust_rate(optimizer, i)``             an argument of a function that sets a rate
 ``scheduler.step(i)``                     an argument of a step
@@ -21,6 +23,7 @@ import dis
 import inspect
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from types import FrameType, ModuleType
 from typing import Any
 
@@ -44,23 +47,50 @@ def number_that_decides(frame: FrameType) -> str | None:
 
     Example: ``i`` in ``for i, batch in enumerate(epoch):`` with ``if i % 2: optimizer.step()``.
     """
-    try:
-        lines, first = inspect.getsourcelines(frame.f_code)
-        tree = ast.parse(textwrap.dedent("".join(lines)))
-    except NO_SOURCE:
-        return None
-    variables = {**frame.f_globals, **frame.f_locals}
-    # The tree counts the lines from the function's first one; of a module, inspect says that this is line 0.
-    line = frame.f_lineno - max(first, 1) + 1
-    for loop in ast.walk(tree):
-        if isinstance(loop, ast.For) and loop.lineno <= line <= (loop.iter.end_lineno or loop.lineno):
-            numbers = [*_names_beside(loop.target, loop.iter, variables), *_counters(loop, tree)]
-            return next((number for number in numbers if _decides(number, loop.body, variables)), None)
+    with suppress(*NO_SOURCE):
+        function, line = _function_and_line(frame)
+        variables = {**frame.f_globals, **frame.f_locals}
+        for loop in ast.walk(function):
+            if isinstance(loop, ast.For) and loop.lineno <= line <= (loop.iter.end_lineno or loop.lineno):
+                numbers = [*_names_beside(loop.target, loop.iter, variables), *_counters(loop, function)]
+                return next((number for number in numbers if _decides(number, loop.body, variables)), None)
     return None
 
 
+def epoch_number_that_decides(frame: FrameType) -> str | None:
+    """Return what counts the epochs, by which the loop decides, as :func:`number_that_decides` does for batches.
+
+    ``frame`` is that of a function whose line is within its loop over ``run.epochs()``. A part of the epochs is counted
+    by ``islice``, which is returned itself.
+
+    Example: ``e`` in ``for e, epoch in enumerate(run.epochs()):`` with ``if e > 5: loss = loss + penalty``.
+    """
+    with suppress(*NO_SOURCE):
+        function, line = _function_and_line(frame)
+        variables = {**frame.f_globals, **frame.f_locals}
+        for loop in ast.walk(function):
+            if not isinstance(loop, ast.For) or not loop.lineno <= line <= (loop.end_lineno or loop.lineno):
+                continue
+            if ".epochs(" in (iterable := ast.unparse(loop.iter)):
+                if "islice(" in iterable:
+                    return iterable
+                numbers = _names_beside(loop.target, loop.iter, variables)
+                return next((number for number in numbers if _decides(number, loop.body, variables)), None)
+    return None
+
+
+def _function_and_line(frame: FrameType) -> tuple[ast.AST, int]:
+    """Return the function, or the module, that ``frame`` runs, and the number in it of the line that it has reached.
+
+    Raises an exception of ``NO_SOURCE`` if its text is not known.
+    """
+    lines, first = inspect.getsourcelines(frame.f_code)
+    # The tree counts the lines from the function's first one; of a module, inspect says that this is line 0.
+    return ast.parse(textwrap.dedent("".join(lines))), frame.f_lineno - max(first, 1) + 1
+
+
 def _names_beside(target: ast.expr, iterable: ast.expr, variables: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the names in the ``target`` of a loop that ``enumerate`` or ``zip`` in its ``iterable`` adds to batches.
+    """Yield the names in the ``target`` of a loop that ``enumerate`` or ``zip`` in its ``iterable`` adds.
 
     What ``zip`` takes from a ``DataLoader`` or a generator is left out: it may be in random order, and has no number.
     """
@@ -71,11 +101,11 @@ def _names_beside(target: ast.expr, iterable: ast.expr, variables: Mapping[str, 
         yield from _assigned_names(parts[0])
         yield from _names_beside(parts[1], iterable.args[0], variables)
     elif function == "zip" and len(parts) == len(iterable.args):
-        if not any(_is_of_batches(argument, variables) for argument in iterable.args):
+        if not any(_is_of_run(argument, variables) for argument in iterable.args):
             return
         for part, argument in zip(parts, iterable.args, strict=True):
             values = [variables.get(name) for name in _names_in(argument)]
-            if _is_of_batches(argument, variables):
+            if _is_of_run(argument, variables):
                 yield from _names_beside(part, argument, variables)
             elif not any(inspect.isgenerator(value) or hasattr(value, "dataset") for value in values):
                 yield from _assigned_names(part)
@@ -83,13 +113,15 @@ def _names_beside(target: ast.expr, iterable: ast.expr, variables: Mapping[str, 
         yield from _names_beside(target, iterable.args[0], variables)
 
 
-def _is_of_batches(iterable: ast.expr, variables: Mapping[str, Any]) -> bool:
-    """Return whether ``iterable`` is an epoch, or a call that hands on the batches of one, as ``tqdm(epoch)`` does."""
+def _is_of_run(iterable: ast.expr, variables: Mapping[str, Any]) -> bool:
+    """Return whether ``iterable`` is an epoch or ``run.epochs()``, or a call that hands on one, as ``tqdm(epoch)``."""
     if isinstance(iterable, ast.Name):
         return isinstance(variables.get(iterable.id), Epoch)
+    if isinstance(iterable, ast.Call) and ast.unparse(iterable.func).endswith(".epochs"):
+        return True
     if not isinstance(iterable, ast.Call) or not iterable.args or ast.unparse(iterable.func) in ("len", "range"):
         return False
-    return _is_of_batches(iterable.args[0], variables)
+    return _is_of_run(iterable.args[0], variables)
 
 
 def _counters(loop: ast.For, function: ast.AST) -> Iterator[str]:
@@ -131,8 +163,13 @@ def _decides(number: str, body: list[ast.stmt], variables: Mapping[str, Any]) ->
                 steps = method == "step" and _trains(node, variables)
                 if names & in_arguments and (steps or _function_sets_rate(node, variables)):
                     return True
-                if method == "backward" and factors & {*_names_in(node.func), *in_arguments}:
-                    return True
+                if method == "backward":
+                    branches = [
+                        branch for branch in nodes if isinstance(branch, ast.If) and branch.lineno < node.lineno
+                    ]
+                    chosen = {name for branch in branches for name in _chosen_by(factors, branch)}
+                    if (factors | chosen) & {*_names_in(node.func), *in_arguments}:
+                        return True
             case _:
                 pass
     return False
@@ -148,6 +185,14 @@ def _computed_from(number: str, nodes: list[ast.AST], names_in: Callable[[ast.AS
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
                 names |= {target.id for target in targets if isinstance(target, ast.Name)}
     return names
+
+
+def _chosen_by(numbers: set[str], branch: ast.If) -> Iterator[str]:
+    """Yield the variables to which ``branch`` assigns other values by one of the ``numbers``."""
+    if numbers & set(_names_in(branch.test)):
+        for node in ast.walk(branch):
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            yield from (target.id for target in targets if isinstance(target, ast.Name))
 
 
 def sets_rate(node: ast.AST) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType, FunctionType, ModuleType
 from typing import Any
 
@@ -21,7 +21,7 @@ from raytrain.errors import some_of
 from raytrain.training.checkpoint_state import CheckpointState
 from raytrain.training.exact.agreement import digest_of_tensors, has_digest
 from raytrain.training.loop_checks.carried_state import CarriedState, users_frames
-from raytrain.training.loop_checks.numbered_batches import number_that_decides
+from raytrain.training.loop_checks.numbered_batches import epoch_number_that_decides, number_that_decides
 from raytrain.training.loop_checks.searching import searching
 
 _NOTE = (
@@ -43,6 +43,10 @@ _NUMBER_NOTE = (
     "the loop decides by `{number}` how it trains, which enumerate(...), zip(...) or a counter gives with each batch; "
     "a resume enters in the middle of an epoch, where that begins anew: take batch.step % len(epoch) for the number of "
     "a batch in its epoch, or batch.step for that in the run"
+)
+_EPOCH_NOTE = (
+    "the loop decides by `{number}` how it trains, which counts the epochs of this attempt; a resume begins with a "
+    "later one, where that begins anew: take epoch.number, the number of an epoch in the run"
 )
 _THIRD_BATCH = 2
 _LONGEST_SEARCHED = 100  # items of a list or a dictionary
@@ -74,8 +78,8 @@ class UnpreparedNetworks:
         """Before a batch, report what the loop has changed and no checkpoint holds; do nothing if no look is due.
 
         It looks at the networks among the variables of ``frame``, which asks for the batch, at counters of optimizers,
-        at what the loop carries from epoch to epoch, and at the number of a batch by which it decides. The frame's
-        variable ``run`` is left out, because it holds the prepared networks.
+        at what the loop carries from epoch to epoch, and at numbers of batches and epochs by which it decides. The
+        frame's variable ``run`` is left out, because it holds the prepared networks.
         """
         is_due = is_first_of_epoch or self._num_batches == _THIRD_BATCH
         self._num_batches += 1
@@ -86,14 +90,9 @@ class UnpreparedNetworks:
             return
         frame = frames[0]
 
-        # The text of the loop says at once whether it decides by the number of a batch. If a generator of the user's
-        # hands on the batches, its caller may number them.
-        with searching("by which number the loop decides"):
-            for users_frame in frames if self._num_batches == 1 else ():
-                if number := number_that_decides(users_frame):
-                    self._report(_NUMBER_NOTE.format(number=number))
-                if not users_frame.f_code.co_flags & inspect.CO_GENERATOR:
-                    break
+        if self._num_batches == 1:
+            with searching("by which number the loop decides"):
+                self._report_numbers(frames)
 
         # Compare the weights that no checkpoint holds with those of the first look at their network.
         in_checkpoints = self._state.addresses()
@@ -115,6 +114,20 @@ class UnpreparedNetworks:
         with searching("what the loop carries from epoch to epoch"):
             if is_first_of_epoch and (carried := self._carried.changed(frame, run)):
                 self._report(_CARRIED_NOTE.format(names=some_of(carried)))
+
+    def _report_numbers(self, frames: Sequence[FrameType]) -> None:
+        """Report numbers of batches and epochs by which the loop decides, as the texts of the functions show.
+
+        ``frames`` are those of the user's functions, from the one that asks for a batch up to the loop.
+        """
+        # If a generator of the user's hands on the batches, its caller may number them.
+        hands_on_batches = True
+        for frame in frames:
+            if hands_on_batches and (number := number_that_decides(frame)):
+                self._report(_NUMBER_NOTE.format(number=number))
+            hands_on_batches &= bool(frame.f_code.co_flags & inspect.CO_GENERATOR)
+            if number := epoch_number_that_decides(frame):
+                self._report(_EPOCH_NOTE.format(number=number))
 
     def _changed_counters(self) -> list[str]:
         """Return the numbers in attributes of prepared optimizers that have changed and are in no state_dict, by name.
