@@ -319,6 +319,44 @@ def test_items_of_datumaro_have_the_names_of_their_labels(tmp_path: Path) -> Non
     assert read(tmp_path, "default.json", datumaro(1, 0), separator=",") == {"x/a.1": f"cat{JOINED}dog", "b": ""}
 
 
+CAT_AND_DOG = {"a.jpg": "cat", "b.jpg": "dog"}
+
+
+@pytest.mark.parametrize(
+    ("record", "key", "label"),
+    [
+        (lambda key, label: {"uri": key, "annotation": {"displayName": label}}, "uri", "annotation.displayName"),
+        (lambda key, label: {"filename": key, "attributes": {"kind": {"name": label}}}, None, "attributes.kind.name"),
+        (lambda key, label: {"file": key, "annotations": [{"name": label}]}, None, "annotations.name"),
+        (
+            lambda key, label: {"data": {"image": key}, "annotations": [{"result": [{"value": {"choices": [label]}}]}]},
+            "data.image",
+            "annotations.result.value.choices",
+        ),
+    ],
+)
+def test_what_is_inside_of_records_is_named_by_its_path(record: Any, key: Any, label: str, tmp_path: Path) -> None:
+    records = [record(name, kind) for name, kind in CAT_AND_DOG.items()]
+    for name, content in {"a.json": json.dumps(records), "a.jsonl": "\n".join(map(json.dumps, records))}.items():
+        assert read(tmp_path, name, content, key=key, label=(label,)) == CAT_AND_DOG
+    if label != "annotations.name" and "result" not in label:
+        pq.write_table(pa.Table.from_pylist(records), tmp_path / "a.parquet")
+        content = (tmp_path / "a.parquet").read_bytes()
+        assert read(tmp_path, "a.parquet", content, key=key, label=(label,)) == CAT_AND_DOG
+
+
+def test_a_record_that_is_named_as_a_column_is_refused_with_what_is_in_it(tmp_path: Path) -> None:
+    record = {"path": "a.jpg", **{f"column {number}": 1 for number in range(10)}, "truth": {"label": "cat"}}
+    with pytest.raises(UsageError, match=r"no column 'truth' among its columns truth\.label, path, column 0"):
+        read(tmp_path, "a.json", json.dumps([record]), label=("truth",))
+
+
+def test_records_of_one_image_are_its_classes_if_it_may_have_several(tmp_path: Path) -> None:
+    records = [{"path": "a.jpg", "tags": [{"name": "cat"}, {"name": "dog"}]}, {"path": "b.jpg", "tags": []}]
+    expected = {"a.jpg": f"cat{JOINED}dog", "b.jpg": ""}
+    assert read(tmp_path, "a.json", json.dumps(records), label=("tags.name",), separator=",") == expected
+
+
 @pytest.mark.parametrize(
     ("content", "told"),
     [
@@ -329,8 +367,8 @@ def test_items_of_datumaro_have_the_names_of_their_labels(tmp_path: Path) -> Non
         ('{"a.jpg": "cat", "a.jpg": "dog"}', "the name 'a.jpg' is there twice"),
         ('{"path": ["a", "b"], "label": ["x"]}', "its columns have 1 to 2 values"),
         ('{"a": [{"path": 1}], "b": [{"path": 2}]}', "it holds several tables, a, b"),
-        ('[{"path": "a", "label": {"id": 1}}]', "holds records"),
-        ('[{"path": "a", "label": [[1]]}]', "holds records"),
+        ('[{"path": "a", "label": {"id": 1}}]', "category among its columns path, label.id"),
+        ('[{"path": "a", "label": [[1]]}]', "holds lists"),
         ('[{"path": ["a"], "label": 1}]', "holds lists"),
         ('{"classes": ["cat"], "labels": {"a.jpg": 0, "b.jpg": 1}}', "the label '1' is none of its 1 class"),
         ('{"classes": ["0", "2", "1"], "labels": {"a.jpg": 0, "b.jpg": 1}}', "numbers of its classes as well as names"),

@@ -71,9 +71,11 @@ def column_called(table: pa.Table, url: str, option: str, name: str | None, usua
         lacking = (
             f"no column {name!r}{did_you_mean(name, table.column_names)}" if name else f"none of {', '.join(usual)}"
         )
+        # If it is the name of a record, first show what is in that.
+        names = sorted(table.column_names, key=lambda column: not column.startswith(f"{name}."))
         raise UsageError(
-            f"The label file {url} has {lacking} among its columns {', '.join(table.column_names[:10])}; name the "
-            f"right one with {option}."
+            f"The label file {url} has {lacking} among its columns {', '.join(names[:10])}; name the right one with "
+            f"{option}."
         )
     return column
 
@@ -148,7 +150,7 @@ def texts_of(table: pa.Table, url: str, name: str, *, may_be_lists: bool = False
     """
     if table.column_names.count(name) > 1:
         raise UsageError(f"The label file {url} has {table.column_names.count(name)} columns {name!r}; rename one.")
-    # Arrow makes texts of numbers and booleans. Lists and records need words of our own.
+    # Arrow makes texts of numbers and booleans. Lists need words of our own.
     column = table[name]
     kinds_of_lists = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
     are_lists = any(is_kind(column.type) for is_kind in kinds_of_lists)
@@ -160,11 +162,10 @@ def texts_of(table: pa.Table, url: str, name: str, *, may_be_lists: bool = False
             )
         text = as_text(column)
     except pa.ArrowNotImplementedError:
-        records = "records" if pa.types.is_struct(column.type) else f"values of type {column.type}"
         raise UsageError(
-            f"The column {name!r} of {url} holds {'lists' if are_lists else records}, and one text or number per row "
-            "is expected; an image with several classes has a column of 0 and 1 for each (--label-column), or one text "
-            "such as cat|dog (--label-separator)."
+            f"The column {name!r} of {url} holds {'lists' if are_lists else f'values of type {column.type}'}, and one "
+            "text or number per row is expected; an image with several classes has a column of 0 and 1 for each "
+            "(--label-column), or one text such as cat|dog (--label-separator)."
         ) from None
     except pa.ArrowInvalid:
         raise UsageError(f"The column {name!r} of {url} holds bytes that are not text in UTF-8; correct it.") from None

@@ -6,7 +6,8 @@ hint only. A text becomes a table like this:
 - lines: columns between commas, semicolons, tabs or bars, or else between blanks; with a header or without one, in
   which case the column of images is called key.
 - JSON: one document or one a line; records, columns, an object by image or by class, parts (train, test), or COCO.
-  Names of classes beside the table replace their numbers in it.
+  Names of classes beside the table replace their numbers in it. What is inside of a record is a column of its own,
+  called by its path, such as ground_truth.label; so is it in Parquet.
 
 Values stay texts throughout: 007 is not 7, and 3.0 is not 3.
 """
@@ -89,7 +90,10 @@ def read_table(url: str, key_names: Set[str], label_names: Set[str], option: str
     # The readers raise the exceptions of their libraries if the file is damaged, or of another form.
     try:
         if suffix == ".parquet":
-            return read_columns(content)
+            table = read_columns(content)
+            while any(map(pa.types.is_struct, table.schema.types)):
+                table = table.flatten()
+            return table
         if suffix.startswith(".json"):
             return _read_json(text, suffix, key_names, label_names)
         return _read_lines(text, suffix, key_names)
@@ -270,6 +274,7 @@ def _read_json(text: str, suffix: str, key_names: Set[str], label_names: Set[str
     # A record may lack what others have: its value is null then.
     if not _is_list_of(records, dict):
         raise ValueError("it has no records")
+    records = list(map(_flat, records))
     columns = dict.fromkeys(name for record in records for name in record)
     return pa.table({name: _column([record.get(name) for record in records]) for name in columns})
 
@@ -474,19 +479,34 @@ def _texts_in(label: Any) -> list[str]:
     return [text for text in (label if isinstance(label, list) else [label]) if isinstance(text, str) and text]
 
 
+def _flat(record: _Record, above: str = "") -> _Record:
+    """Return a record without records in it: their values are called by their paths, below ``above``.
+
+    A list of records becomes lists of their values, so that ``{"a": [{"b": 1}, {"b": 2}]}`` is ``{"a.b": [1, 2]}``.
+    """
+    flat = _Record()
+    for name, value in record.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{above}{name}.")
+        elif _is_list_of(value, dict):
+            for path, values in [pair for item in value for pair in _flat(item, f"{above}{name}.").items()]:
+                flat.setdefault(path, []).extend(values if isinstance(values, list) else [values])
+        else:
+            flat[above + name] = value
+    return flat
+
+
 def _column(values: Sequence[Any]) -> pa.Array:
     """Return a column of texts, or of lists of texts if a value is a list.
 
-    For other values return nulls of a type that cannot be text, which is refused if the column is used.
+    For lists of lists return nulls of a type that cannot be text, which is refused if the column is used.
     """
-    kinds = set(map(type, values))
-    if list in kinds:
-        lists = [value if isinstance(value, list) else [value] for value in values]
-        if not any(isinstance(item, (list, dict)) for value in lists for item in value):
-            return pa.array([list(map(_text, value)) for value in lists], pa.list_(pa.string()))
-    if kinds & {list, dict}:
-        return pa.nulls(len(values), pa.struct([]))
-    return pa.array(list(map(_text, values)), pa.string())
+    if not any(isinstance(value, list) for value in values):
+        return pa.array(list(map(_text, values)), pa.string())
+    lists = [value if isinstance(value, list) else [value] for value in values]
+    if any(isinstance(item, (list, dict)) for value in lists for item in value):
+        return pa.nulls(len(values), pa.list_(pa.struct([])))
+    return pa.array([list(map(_text, value)) for value in lists], pa.list_(pa.string()))
 
 
 def _text(value: Any) -> str | None:
