@@ -179,6 +179,23 @@ def test_keys_of_images_elsewhere_are_not_taken_for_others_of_the_same_name(imag
     assert "have no image below" in refused(folder, rows, tmp_path)
 
 
+def test_keys_of_one_part_are_not_taken_for_images_of_another(images: Path, tmp_path: Path) -> None:
+    train, validation = tmp_path / "train" / "images", tmp_path / "val" / "images"
+    shutil.copytree(images, train)
+    shutil.copytree(images / "red", validation / "red")
+    rows = rows_of(train)
+    both = {"path": [f"train/images/{key}" for key in rows["path"]], "label": list(rows["label"])}
+    keys_of_validation = [f"val/images/red/{number:03d}.png" for number in range(10)]
+    both = {"path": [*both["path"], *keys_of_validation], "label": [*rows["label"], *["blue"] * 10]}
+    parts = opened(train, write(tmp_path / "labels.csv", both), tmp_path, validation_data=str(validation))
+    assert [len(part) for part in parts] == [len(rows["path"]), 10]
+    assert {*by_key(parts[1]).values()} == {"blue"}  # and not red, as the images of these names below train/images
+
+    # A key that may be an image of either is refused.
+    told = refused(train, rows, tmp_path, validation_data=str(validation))
+    assert "for several images each below" in told and "val/images" in told
+
+
 def test_those_to_test_on_may_have_a_label_file_of_their_own(
     images: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

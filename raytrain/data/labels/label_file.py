@@ -122,12 +122,16 @@ class LabelTable:
             return rows
 
         # Or keys are paths on another machine, such as C:/photos/cat/1.jpg, where the folder of the images has the same
-        # name: then compare what comes after that name, unless two keys are alike there.
-        folder = posixpath.basename(images.url.rstrip("/"))
-        paths = [f"/{key}".partition(f"/{folder}/")[2] for key in self.keys]  # empty if the folder is not in the key
-        by_path = {path: row for row, path in enumerate(paths) if path}
-        is_unique = len(by_path) == sum(path != "" for path in paths)
-        rows = rows_in(by_path, str, _stem) if is_unique else None
+        # name: then compare what comes after that name, unless two keys are alike there. Prefer keys with the folder
+        # above it, too, since train/images and val/images are not the same folder.
+        *_, parent, folder = f"/{images.url.rstrip('/')}".split("/")
+        for anchor in (f"/{parent}/{folder}/", f"/{folder}/"):
+            places = [f"/{key}".partition(anchor) for key in self.keys]
+            is_other_part = [is_part(parent) and is_part(posixpath.basename(before)) for before, _, _ in places]
+            paths = ["" if other else path for (_, _, path), other in zip(places, is_other_part, strict=True)]
+            by_path = {path: row for row, path in enumerate(paths) if path}  # empty if the key is not in the folder
+            if rows is None and len(by_path) == sum(path != "" for path in paths):
+                rows = rows_in(by_path, str, _stem)
 
         # Or keys begin with folders that the images are not in, such as the bucket that these were downloaded from.
         for paths in _without_shared_folders(self.keys):

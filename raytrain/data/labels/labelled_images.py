@@ -225,7 +225,7 @@ def check_keys(table: LabelTable, listed: Sequence[Manifest], max_bad_fraction: 
 
     Raises UsageError if more than ``max_bad_fraction`` of the keys have no image, or a key has several images.
     """
-    has_image = np.zeros(len(table.keys), bool)
+    num_images = np.zeros(len(table.keys), np.int64)  # of each key
     for images in listed:
         if not any(table.splits) and (parts := parts_among(top_folders(images.keys.to_pylist()))):
             sentence = "The folders %s below %s do not say the split; a column split in %s would."
@@ -242,20 +242,25 @@ def check_keys(table: LabelTable, listed: Sequence[Manifest], max_bad_fraction: 
                 sentence = f"The images that %s names {is_or_are}: %s is taken for %s below %s."
                 _log.warning(sentence, table.url, key, path, images.url)
 
-        # Each key must name one image; images without a key are only counted.
-        has_image[rows[rows >= 0]] = True
-        if num_again := int((np.bincount(rows[rows >= 0]) > 1).sum()):
-            raise UsageError(
-                f"{table.url} has {format_count(num_again, 'key')} for several images each below {images.url}, whose "
-                "names differ in folder, suffix or Unicode form only; make them distinct, or give whole paths as keys."
-            )
+        # Images without a key are only counted. If there are splits, a key may have an image in each store: its split
+        # says which one it means.
+        num_here = np.bincount(rows[rows >= 0], minlength=len(num_images))
+        num_images = np.maximum(num_images, num_here) if any(table.splits) else num_images + num_here
         if num_without := int((rows < 0).sum()):
             _log.warning(
                 "Images below %s that are not in %s are not used: %s.", images.url, table.url, f"{num_without:,}"
             )
 
+    # Otherwise each key must name one image.
+    if num_again := int((num_images > 1).sum()):
+        raise UsageError(
+            f"{table.url} has {format_count(num_again, 'key')} for several images each below "
+            f"{' and '.join(images.url for images in listed)}, whose names differ in folder, suffix or Unicode form "
+            "only; make them distinct, or give whole paths as keys."
+        )
+
     # A key without an image is more often a wrong folder than a lost file.
-    unknown = table.keys[~has_image]
+    unknown = table.keys[num_images == 0]
     if not len(unknown):
         return
     shown = ", ".join(repr(key) for key in unknown[:_NUM_SHOWN])
