@@ -79,6 +79,18 @@ def by_key(manifest: Manifest) -> dict[str, list[str]]:
     }
 
 
+def test_a_class_that_only_held_out_images_have_is_reported(
+    images: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [
+        f"{number:02d}.png,odd{'|rare' * (number > 50)},{'val' if number > 40 else 'train'}\n" for number in range(60)
+    ]
+    (tmp_path / "labels.csv").write_text("path,label,split\n" + "".join(rows))
+    opened(images, labels=str(tmp_path / "labels.csv"), label_separator="|")
+    told = "Classes without a training image, so that the network cannot learn them: 1 of 2 (rare)."
+    assert told in caplog.text
+
+
 @pytest.mark.parametrize("joined", [False, True])
 def test_both_kinds_of_label_files_say_the_same(images: Path, tmp_path: Path, joined: bool) -> None:
     data = opened(images, **write_labels(tmp_path / "labels.csv", joined=joined), validation_fraction=0.2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 
 import numpy as np
@@ -11,8 +10,6 @@ import numpy.typing as npt
 from raytrain.data.labels.listing import first_names
 from raytrain.data.labels.manifest import Manifest
 from raytrain.errors import UsageError, format_count
-
-_log = logging.getLogger("raytrain")
 
 HELD_OUT_FRACTION = 0.1
 """Fraction of each class that is held out for validation if neither images nor --validation-fraction are given."""
@@ -62,19 +59,7 @@ def hold_out_fold(
     else:
         fold_of = _folds_of_groups(manifest, groups, num_folds, seed)
     held_out = fold_of == number - 1
-
-    # If all images of a class are in one group, or there is only one, holding it out leaves none for training.
-    training = manifest.select(np.flatnonzero(~held_out))
-    counts = zip(manifest.classes, manifest.class_counts(), training.class_counts(), strict=True)
-    if missing := [name for name, count, count_left in counts if count and not count_left]:
-        _log.warning(
-            "Fold %d/%d holds out all images of %s: its network cannot learn %s.",
-            number,
-            num_folds,
-            first_names(missing),
-            "this class" if len(missing) == 1 else f"these {len(missing):,} classes",
-        )
-    return training, manifest.select(np.flatnonzero(held_out))
+    return manifest.select(np.flatnonzero(~held_out)), manifest.select(np.flatnonzero(held_out))
 
 
 def _folds_of_classes(manifest: Manifest, num_folds: int, seed: int) -> npt.NDArray[np.int64]:

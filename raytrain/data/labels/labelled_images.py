@@ -67,7 +67,7 @@ def labelled_parts(
             _log.warning(sentence, config.validation_fraction)
         if config.group_by:
             _report_divided_groups(config.group_by, [(table_of_part[part], images) for part, images in parts.items()])
-    _report_unmeasured_classes(parts)
+    _report_missing_classes(parts)
     return {part: parts[part] for part in PARTS if part in parts}
 
 
@@ -159,16 +159,20 @@ def _report_divided_groups(group_by: str, parts: Sequence[tuple[LabelTable | Non
         )
 
 
-def _report_unmeasured_classes(parts: Mapping[Part, Manifest]) -> None:
-    """Log the classes that have no image in a held-out part: no figure of that part says anything about them."""
-    for part in HELD_OUT:
-        if (images := parts.get(part)) is None:
-            continue
+def _report_missing_classes(parts: Mapping[Part, Manifest]) -> None:
+    """Log the classes that have no image in a part, as whole groups that are held out and splits of a table leave some.
+
+    Without training images they are not learned, and without others no figure says anything about them.
+    """
+    for part, images in parts.items():
+        is_training = part == "train"
+        effect = "the network cannot learn them" if is_training else "no figure says how well they are learned"
         counts = zip(images.classes, images.class_counts(), strict=True)
         if missing := [name for name, count in counts if not count]:
             _log.warning(
-                "Classes without a %s image, so that no figure says how well they are learned: %s of %s (%s).",
-                *(part, f"{len(missing):,}", f"{len(images.classes):,}", first_names(missing)),
+                "Classes without a %s image, so that %s: %s of %s (%s).",
+                *("training" if is_training else part, effect),
+                *(f"{len(missing):,}", f"{len(images.classes):,}", first_names(missing)),
             )
 
 
