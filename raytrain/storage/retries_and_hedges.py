@@ -42,6 +42,7 @@ _HEDGED_FRACTION = 0.1  # of a call's requests at most, and one more
 INITIAL_WAIT_S = 0.1
 MAX_WAIT_S = 15.0
 _POLL_EXIT_EVERY_S = 1.0
+_random = random.SystemRandom()  # of its own: Python's generator is the loop's, which seeds it before each step
 
 Content = bytes | Exception
 T = TypeVar("T")
@@ -232,7 +233,7 @@ def with_retries(operation: Callable[[], T], policy: RetryPolicy, is_transient: 
             if not is_transient(error) or time.monotonic() >= give_up_at:
                 raise
             _retried.append(None)
-            if not sleep_unless_exiting(random.uniform(0.0, min(MAX_WAIT_S, INITIAL_WAIT_S * 2**number))):
+            if not sleep_unless_exiting(_random.uniform(0.0, min(MAX_WAIT_S, INITIAL_WAIT_S * 2**number))):
                 raise
     return operation()
 

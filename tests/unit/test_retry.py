@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 import resource
 import subprocess
 import sys
@@ -60,6 +61,12 @@ def test_retries_are_counted_and_their_waits_grow_and_vary(waits: list[float]) -
     means = [sum(some) / 50 for some in by_attempt]
     assert means[0] < 0.1 < means[4] < means[7] and means[-1] > 5
     assert len(set(by_attempt[-1])) == 50
+
+
+def test_retries_leave_the_random_numbers_of_the_loop_alone(waits: list[float]) -> None:
+    random.seed(1)
+    with_retries(Fails(3), DEFAULT, is_transient)
+    assert len(waits) == 3 and random.getstate() == random.Random(1).getstate()
 
 
 @pytest.mark.parametrize("policy", [FAIL_FAST, RetryPolicy(7, 60.0), RetryPolicy(0, 60.0)])
