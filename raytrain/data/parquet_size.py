@@ -15,8 +15,8 @@ _MAX_RATIO = 300
 _MAX_BYTES = 64 << 20  # of memory that any file may take, however small it is
 _ROWS_AT_A_TIME = 1 << 16
 _STRING = "BYTE_ARRAY"
-_VALUE_BYTES = {"INT32": 4, "INT64": 8, "INT96": 8, "FLOAT": 4, "DOUBLE": 8, _STRING: 8}
-"""Bytes of a value in memory by Parquet's type; of a string, those of its offset."""
+_VALUE_BYTES = {"INT32": 4, "INT64": 8, "INT96": 8, "FLOAT": 4, "DOUBLE": 8, _STRING: 8, "FIXED_LEN_BYTE_ARRAY": 16}
+"""Bytes of a value in memory by Parquet's type; of a string, those of its offset. A type may have a larger length."""
 
 
 def read_columns(data: bytes, names: Sequence[str] | None = None) -> pa.Table:
@@ -44,7 +44,11 @@ def read_columns(data: bytes, names: Sequence[str] | None = None) -> pa.Table:
     check_memory(sum(group.total_byte_size for group in groups), data)
     columns = [group.column(number) for group in groups for number in range(group.num_columns)]
     columns = [column for column in columns if column.path_in_schema.partition(".")[0] in chosen]
-    num_bytes = sum(column.num_values * _VALUE_BYTES.get(column.physical_type, 1) for column in columns)
+    length_of = {column.path: column.length for column in map(file.schema.column, range(len(file.schema)))}
+    num_bytes = sum(
+        column.num_values * max(_VALUE_BYTES.get(column.physical_type, 1), length_of[column.path_in_schema])
+        for column in columns
+    )
     check_memory(num_bytes, data)
 
     # Then the strings. One that occurs often is stored once in the file; read as a dictionary, it takes little memory.

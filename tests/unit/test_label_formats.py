@@ -412,6 +412,7 @@ def repeated(text: str, number: int) -> pa.DictionaryArray:
         pa.ListArray.from_arrays(pa.array(range(10**4 + 1), pa.int32()), repeated("x" * 10**5, 10**4)),
         pa.StructArray.from_arrays([repeated("x" * 10**5, 10**4)], ["name"]),
         pa.FixedSizeListArray.from_arrays(pa.array([7] * 10**7), 1000),
+        pa.DictionaryArray.from_arrays(pa.array([0] * 10**4, pa.int32()), pa.array([b"x" * 10**5], pa.binary(10**5))),
     ],
 )
 def test_parquet_of_some_kilobytes_that_would_take_a_gigabyte_is_refused(label: Any, tmp_path: Path) -> None:
