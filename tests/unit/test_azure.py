@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from datetime import datetime, timedelta, timezone
 from types import SimpleNamespace
 
+import azure.identity
 import pandas
 import pytest
 from azure.core.exceptions import ClientAuthenticationError
@@ -129,16 +130,21 @@ def test_missing_credentials_are_reported(azure_url: str, no_identity: None, mon
         ),
     ],
 )
-def test_a_sign_in_that_fails_is_reported(
-    reason: str, expected: str, azure_url: str, monkeypatch: pytest.MonkeyPatch
+def test_a_sign_in_that_fails_is_reported_and_the_next_one_counts(
+    reason: str, expected: str, account: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(scope: str) -> None:
         raise ClientAuthenticationError(reason)
 
-    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_KEY")
-    monkeypatch.setattr(azure_cloud, "default_credential", lambda: SimpleNamespace(get_token=refused))
+    azure_cloud.default_credential.cache_clear()
+    monkeypatch.setattr(azure.identity, "DefaultAzureCredential", lambda: SimpleNamespace(get_token=refused))
+    store = open_store("az://images")
     with pytest.raises(StorageError, match=expected):
-        open_store(azure_url).get("a")
+        store.get("a")
+    signed_in = SimpleNamespace(get_token=lambda scope: SimpleNamespace(token="new", expires_on=7e9))
+    monkeypatch.setattr(azure.identity, "DefaultAzureCredential", lambda: signed_in)
+    assert credentials_of(store).secret == "new"
+    azure_cloud.default_credential.cache_clear()
 
 
 def test_a_key_that_is_none_is_reported_without_showing_it(azure_url: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import json
 import pickle
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import ANY
 
 import google.auth
 import pytest
@@ -22,7 +23,7 @@ from raytrain.storage.lent_credentials import CredentialBroker
 from raytrain.storage.open import new_output, open_store, read_input, write_output
 from raytrain.storage.store import ObjectChanged, Store
 from tests.helpers.google_storage import GoogleStorage
-from tests.helpers.scripted_s3 import Answer, refusal, scripted_s3
+from tests.helpers.scripted_s3 import Answer, Request, refusal, scripted_s3
 
 pytestmark = pytest.mark.not_quick  # they talk to a server of the cloud's kind
 
@@ -97,6 +98,22 @@ def test_a_sign_in_that_is_refused_is_reported(tmp_path: Path, monkeypatch: pyte
         monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", service_account(tmp_path, f"{url}/token"))
         with pytest.raises(StorageError, match=r"Google gave no access token \(invalid_grant: Account deleted\)"):
             open_store("gs://images").get("a")
+
+
+def test_a_file_that_was_replaced_after_its_account_was_refused_is_read_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def issue(request: Request) -> Answer:
+        if request.path == "/old":
+            return Answer(400, b'{"error": "invalid_grant"}')
+        return Answer(body=b'{"access_token": "new", "expires_in": 3600}', headers={"Content-Type": "application/json"})
+
+    with scripted_s3(issue) as (url, _):
+        monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", service_account(tmp_path, f"{url}/old"))
+        with pytest.raises(StorageError, match="Google gave no access token"):
+            Google().credentials()
+        service_account(tmp_path, f"{url}/new")
+        assert Google().credentials() == GoogleCredentials("new", ANY)
 
 
 def test_missing_credentials_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,6 +109,7 @@ def _access_token() -> AzureCredentials | None:
     try:
         token = credential.get_token(_SCOPE)
     except ClientAuthenticationError as error:
+        default_credential.cache_clear()  # the next call finds other variables or a new sign-in
         if refusal := re.search(r"AADSTS\d+: [^\n]*", str(error)):  # else there was no way to sign in
             raise StorageError(f"Azure refuses the sign-in ({refusal[0].rstrip('. ')}); sign in again.") from None
         return None

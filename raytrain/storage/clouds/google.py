@@ -91,6 +91,7 @@ def _access_token() -> GoogleCredentials | None:
         if not credentials.valid:  # google-auth calls a token invalid from a few minutes before its end
             credentials.refresh(Request())
     except GoogleAuthError as error:
+        default_credentials.cache_clear()  # the next call finds a new file or sign-in
         if isinstance(error, DefaultCredentialsError) and not file:
             return None
         reason = str(error.args[0]).partition("\n")[0].rstrip(". ")
