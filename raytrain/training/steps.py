@@ -214,7 +214,7 @@ class Steps:
         self._complete_step_and_set_due()
         if not self._is_at_end_of_epoch():
             self._save_if_due()  # after a stop request, it also ends the loop
-            if self._early_stop.reason is not None:
+            if self._has_trained_enough:
                 self.phase = LoopPhase.OVER
             if not self.is_over:
                 return False
@@ -257,7 +257,7 @@ class Steps:
         if (ends_run and not self._config.is_range_test) or self._evaluation_is_due():
             evaluate()
         self._save_if_due()
-        if ends_run or self._early_stop.reason is not None:
+        if ends_run or self._has_trained_enough:
             self.phase = LoopPhase.OVER
 
     def finish(self, evaluate: Callable[[], object]) -> Outcome:
@@ -363,6 +363,14 @@ class Steps:
         """
         totals = self.metrics.flush(StepTotals(loops_returned=loop_returned))
         totals.check_together(self._worker.world_size, self.progress.step)
+
+    @property
+    def _has_trained_enough(self) -> bool:
+        """True if an evaluation or a loss ends the loop now. A stop that waits, as for ``--max-time``, ends it later.
+
+        Only worker 0 has that reason already; what is due is the same on all workers.
+        """
+        return self._early_stop.reason is not None and self._due is not Due.STOP
 
     def _is_at_end_of_epoch(self) -> bool:
         """Return whether the last completed step ends an epoch or the run."""

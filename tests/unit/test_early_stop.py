@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import raytrain
 from raytrain import Run, TrainConfig, UsageError
@@ -16,7 +17,7 @@ from raytrain.runs.checkpoint_files import best_checkpoint
 from raytrain.runs.documents import run_store
 from raytrain.runs.outcome import Progress, StopReason
 from raytrain.training.metrics.early_stop import EarlyStop
-from tests.helpers.folder_runs import folder_run, train_here
+from tests.helpers.folder_runs import folder_run, train_here, train_runs
 
 
 def evaluated(
@@ -156,6 +157,27 @@ def test_time_is_up_after_the_time_that_was_given(
     assert not stop.check_time() and stop.reason is None
     now_s += 1
     assert stop.check_time() and stop.reason == StopReason("time", max_time)
+
+
+def adds_up_three_batches(run: Run) -> None:
+    model = run.prepare(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.LazyLinear(run.num_classes)))
+    optimizer = run.prepare(torch.optim.SGD(model.parameters(), lr=0.01))
+    for epoch in run.epochs():
+        for batch in epoch:
+            torch.nn.functional.cross_entropy(model(batch.images), batch.labels).backward()
+            if batch.step % 3 == 2:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+@pytest.mark.not_quick
+def test_at_the_end_of_the_time_all_workers_wait_for_gradients_that_are_added_up(images: Path, tmp_path: Path) -> None:
+    """The optimizer steps within an epoch of 5 batches, and after the end of one of 2."""
+    options: dict[str, Any] = {"loop": adds_up_three_batches, "max_time": "0s"}
+    names = {"within": 20, "after": 45}
+    train_runs(2, *(folder_run(images, tmp_path, name, batch_size=size, **options) for name, size in names.items()))
+    for name in names:
+        assert [path.stem for path in (tmp_path / name).rglob("step-*.pt")] == ["step-000000003"]
 
 
 @pytest.mark.parametrize(
