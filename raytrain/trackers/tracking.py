@@ -44,6 +44,7 @@ _HANGS_AFTER_S = 60.0
 _MAX_REASON = 300  # characters of an error message
 _END_WITHIN_S = 30.0
 _ABORT_WITHIN_S = 5.0
+_FIELD_OF_KIND = {"step": "step", "evaluation": "evaluation_step", "test": "test_step"}  # of a Position
 
 
 class Tracking:
@@ -143,25 +144,25 @@ class End(NamedTuple):
 class Position:
     """Position of a tracker: its ``id`` of the run, and the last rows, images and checkpoint that were sent to it.
 
-    ``step`` and ``evaluation_step`` are the steps of the last row of each kind, and ``picture_step`` that of the
-    evaluation whose images were sent; ``network`` is the path of the checkpoint in the run's storage.
+    ``step``, ``evaluation_step`` and ``test_step`` are the steps of the last row of each kind, and ``picture_step`` is
+    that of the evaluation whose images were sent; ``network`` is the path of the checkpoint in the run's storage.
     """
 
     id: str | None = None
     step: int = 0
     evaluation_step: int = -1
+    test_step: int = -1
     picture_step: int = -1
     network: str | None = None
 
     def precedes(self, row: MetricRow) -> bool:
         """Return True if ``row`` has not been sent yet."""
-        return row.step > (self.step if row.kind == "step" else self.evaluation_step)
+        step: int = getattr(self, _FIELD_OF_KIND[row.kind])
+        return row.step > step
 
     def after(self, row: MetricRow) -> Position:
         """Return the position once ``row`` has been sent."""
-        if row.kind == "step":
-            return dataclasses.replace(self, step=row.step)
-        return dataclasses.replace(self, evaluation_step=row.step)
+        return dataclasses.replace(self, **{_FIELD_OF_KIND[row.kind]: row.step})
 
 
 class TrackerThread:

@@ -72,6 +72,16 @@ def test_a_restart_of_the_workers_sends_no_step_twice(store: Store) -> None:
     assert len(recorder.rows) == 7
 
 
+def test_the_test_images_are_sent_although_the_last_evaluation_comes_after_the_same_step(store: Store) -> None:
+    recorder = Recorder()
+    test_row = MetricRow(kind="test", step=2, epoch=1, metrics={"accuracy": 0.4})
+    tracked(store, [recorder], [*step_rows(1, 2), evaluation_row(2), test_row])
+    assert recorder.rows[-1] == (2, {"test/accuracy": 0.4})
+    again = Recorder()
+    tracked(store, [again], [test_row])
+    assert again.rows == []
+
+
 def test_rows_that_come_before_the_documents_of_the_run_are_sent_too(store: Store) -> None:
     recorder = Recorder()
     tracking = Tracking(open_trackers([recorder]))
