@@ -30,11 +30,12 @@ def takes_config(function: Callable[P, R]) -> Callable[P, R]:
         try:
             signature.bind(*args, **kwargs)
         except TypeError as error:
-            others = [given for given in kwargs if given not in signature.parameters]
-            option = next((given for given in others if given in hints_of(TrainConfig)), "data")
-            hint = next((did_you_mean(given, signature.parameters) or similar_options(given) for given in others), "")
+            options, arguments = hints_of(TrainConfig), signature.parameters
+            option = next((given for given in kwargs if given in options and given not in arguments), "data")
+            unknown = next((given for given in kwargs if given not in options and given not in arguments), "")
+            hint = did_you_mean(unknown, arguments) or similar_options(unknown)
             raise UsageError(
-                f"{name} cannot be called like this: {error}{hint}; write {name}(raytrain.TrainConfig({option}=…)), and "
+                f"{name} cannot be called so: {error}{hint}; write {name}(raytrain.TrainConfig({option}=…)), and "
                 f"see help({name}) for what it takes beside the options."
             ) from None
         return function(*args, **kwargs)
