@@ -7,6 +7,7 @@ runs out later, the run ends with the number of microbatches to try next, and is
 
 from __future__ import annotations
 
+import copy
 import gc
 from dataclasses import replace
 
@@ -73,7 +74,7 @@ def _try_step(run: Run, num_images: int) -> None:
     labels = torch.zeros(num_images, dtype=torch.int64, device=run.device)
     targets = labels if run.label_sets is None else run.label_sets[labels].to(dtype)
     with mixed_precision(config.precision, run.device):
-        loss = run.loss(model(images), targets)
+        loss = copy.copy(run.loss)(model(images), targets)  # the loss of the run would note that it got labels
     loss.backward()
     optimizer.step()
     del average  # kept until here, because it takes memory, too

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import raytrain
 from raytrain import Run, UsageError
 from raytrain.errors import OutOfMemory
+from raytrain.monitor.events import Note
 from tests.helpers.folder_runs import FolderRun, folder_run, largest_difference, train_here
 from tests.helpers.gloo_processes import run_in_processes
 from tests.helpers.small_runs import weights
@@ -76,6 +77,11 @@ def test_the_fewest_microbatches_that_fit_are_found(
 ) -> None:
     options = {"model": MODEL, "batch_size": batch_size, "accumulate": "auto", "epochs": 1}
     assert microbatches_asked_for(folder_run(images, tmp_path, "run", **options)) == number
+
+
+def test_the_trial_with_labels_is_not_taken_for_a_loop_that_does_not_mix_them(images: Path, tmp_path: Path) -> None:
+    _, recorder = train_here(folder_run(images, tmp_path, "run", model=SIMPLE, accumulate="auto", mixup=0.2, epochs=1))
+    assert not [event for event in recorder.events if isinstance(event, Note)]
 
 
 def test_all_workers_ask_for_what_the_one_with_the_most_images_needs(images: Path, tmp_path: Path) -> None:
