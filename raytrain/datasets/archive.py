@@ -21,14 +21,13 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 
 from raytrain.data.labels.class_names import composed
-from raytrain.data.labels.label_columns import NO_LABELS, LabelColumns, find_column
+from raytrain.data.labels.label_columns import LabelColumns, find_column
 from raytrain.data.labels.listing import SUFFIXES, is_hidden
 from raytrain.errors import UsageError
 
 TAR_SUFFIXES = (".tar", ".tgz", ".tar.gz")
 ARCHIVE_SUFFIXES = (".parquet", *TAR_SUFFIXES)
 IMAGE_COLUMNS = ("image", "image_bytes", "bytes", "jpg", "png", "img")
-NO_LABELS_IN_ARCHIVES = NO_LABELS | {"-1"}  # data sets of Hugging Face write -1 for the hidden labels of test images
 
 _SUFFIX_OF_FIRST_BYTES = {b"\xff\xd8": ".jpg", b"\x89PNG": ".png", b"GIF8": ".gif", b"BM": ".bmp", b"RIFF": ".webp"}
 
@@ -38,7 +37,7 @@ class ArchivedImage(NamedTuple):
 
     key: str
     content: bytes
-    label: str
+    label: str  # may be a text that stands for no label
     split: str = ""  # from :meth:`Archive.read` in lower case; empty if the archive has no column of splits
 
 
@@ -59,18 +58,14 @@ class Archive(ABC):
     has_class_folders: bool = field(default=False, init=False)  # then None or -1 is a class like any other
 
     def read(self, file: Any) -> ArchivedImages:
-        """Yield the images in the archive's order; count images without label or content, and other files.
+        """Yield the images in the archive's order; count images without content, and other files.
 
         Raises UsageError if the archive is damaged, lacks images or labels, or does not say which of several images has
         the label. An OSError of the disk or the network, which has a number, is raised as it is.
         """
         try:
             for image in self._images(file):
-                label = composed(image.label.strip())
-                if not label or (label in NO_LABELS_IN_ARCHIVES and not self.has_class_folders):
-                    self.left_out["images without a label"] += 1
-                    continue
-                yield image._replace(label=label, split=image.split.strip().lower())
+                yield image._replace(label=composed(image.label.strip()), split=image.split.strip().lower())
         except (pa.ArrowException, tarfile.TarError, zlib.error, lzma.LZMAError, EOFError, OSError) as error:
             # Damage found by Arrow or gzip is an OSError, too; one with a number comes from the disk or the network.
             if isinstance(error, OSError) and error.errno is not None:

@@ -14,12 +14,11 @@ from typing import IO
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raytrain.data.labels.label_columns import MOST_SPLITS, TEXT_TYPES, as_text, find_column
+from raytrain.data.labels.label_columns import MOST_SPLITS, NO_LABELS, TEXT_TYPES, as_text, find_column
 from raytrain.data.labels.label_formats import KEY_COLUMNS, LABEL_COLUMNS
 from raytrain.data.labels.part_names import is_part
 from raytrain.datasets.archive import (
     IMAGE_COLUMNS,
-    NO_LABELS_IN_ARCHIVES,
     Archive,
     ArchivedImage,
     ArchivedImages,
@@ -92,8 +91,10 @@ class ParquetArchive(Archive):
 
         Raises UsageError if the number has no name.
         """
-        # Labels that mean "no label", such as -1, stay: read() counts them.
-        if not classes or not label or label in NO_LABELS_IN_ARCHIVES:
+        # Hugging Face writes -1 for the hidden labels of test images. Beside names, that would be a class.
+        if label == "-1" and classes:
+            return ""
+        if not classes or label in NO_LABELS:
             return label
         if not label.isdecimal() or int(label) >= len(classes):
             raise UsageError(

@@ -20,7 +20,7 @@ import numpy as np
 
 from raytrain.data.labels.class_names import plain_booleans
 from raytrain.data.labels.folders import build_manifest
-from raytrain.data.labels.label_columns import JOINED, LabelColumns, is_whole_number, plain_numbers
+from raytrain.data.labels.label_columns import JOINED, NO_LABELS, LabelColumns, is_whole_number, single_classes
 from raytrain.data.labels.label_file import LabelTable, comparable_key, own_label_table, read_label_file
 from raytrain.data.labels.label_formats import METADATA
 from raytrain.data.labels.label_pattern import table_by_pattern
@@ -348,7 +348,7 @@ def _unpack(source: str, opened: Sequence[_OpenedArchive], folder: Path) -> Labe
                 f"{', '.join(repeated[:3])}; "
                 "give each a name of its own, or name another column with --key-column."
             )
-        are_numbers = set(map(is_whole_number, labels_of_archive))
+        are_numbers = set(map(is_whole_number, labels_of_archive - NO_LABELS))
         if are_numbers == {True}:
             with_numbers = with_numbers or (name, min(labels_of_archive))
         elif are_numbers == {False}:
@@ -365,13 +365,13 @@ def _unpack(source: str, opened: Sequence[_OpenedArchive], folder: Path) -> Labe
         _log.warning("In %s, %s.", source, choice)
     if reasons := lost_files(left_out):
         _log.warning("Left out of %s: %s.", source, reasons)
-    if not label_and_split_of:
+    keys = sorted(label_and_split_of, key=comparable_key)
+    labels, splits = ([label_and_split_of[key][column] for key in keys] for column in (0, 1))
+    if not any(archive.has_class_folders for _, archive, _ in opened):  # whose names are classes as they are
+        labels = single_classes(labels, source)
+    if not any(labels):
         after_it = f" and the {format_count(len(opened) - 1, 'file')} after it" if len(opened) > 1 else ""
         raise UsageError(f"There are no labelled images in {opened[0][1].name}{after_it}.")
-    keys = sorted(label_and_split_of, key=comparable_key)
-    labels, splits = zip(*(label_and_split_of[key] for key in keys), strict=True)
-    if not any(archive.has_class_folders for _, archive, _ in opened):  # whose names are classes as they are
-        labels = plain_numbers(labels)
     return LabelTable(
         source,
         keys=np.array(list(map(comparable_key, keys)), object),

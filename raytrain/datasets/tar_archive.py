@@ -175,6 +175,9 @@ class TarArchive(Archive):
             )
         self.has_class_folders = True
         for index, label in zip(kept, folders.classes, strict=True):
+            if not label:
+                self.left_out["images outside of class folders"] += 1
+                continue
             yield ArchivedImage(paths[index], _content(tar, images[index]), label)
 
 

@@ -514,7 +514,7 @@ def test_texts_that_stand_for_no_label_are_none_and_told(
     assert sorted(set(by_key(*opened(images, text(tmp_path, content), tmp_path)).values())) == ["0", "1"]
     assert (
         "Rows of " in caplog.text
-        and "without a label are not used: 5 (1 NaN, 1 empty, 1 -1, 1 N/A, 1 #REF!)" in caplog.text
+        and "5 without a label (1 NaN, 1 empty, 1 -1, 1 N/A, 1 #REF!)" in caplog.text
     )
 
 

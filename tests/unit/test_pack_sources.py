@@ -9,6 +9,7 @@ import json
 import lzma
 import tarfile
 import unicodedata
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -282,7 +283,8 @@ def test_missing_labels_and_bytes_are_left_out_and_told(
     file = parquet(tmp_path / "a.parquet", ["cat", "dog"], image=structs, label=[0, -1, 0, 1, None, 1, 1])
     packed(file, tmp_path / "packed")
     assert sorted(labels_by_content(tmp_path / "packed").values()) == ["cat", "dog", "dog"]
-    assert "2 rows without the bytes of an image; 2 images without a label" in caplog.text
+    assert "2 rows without the bytes of an image." in caplog.text
+    assert f"Not used of {file}: 2 without a label (2 empty)." in caplog.text
 
 
 def test_a_parquet_file_with_a_hole_that_no_checksum_shows_is_refused(tmp_path: Path) -> None:
@@ -407,6 +409,27 @@ def test_labels_of_other_types_are_the_same_classes(
         parquet(tmp_path / "a.parquet", classes, image=unique(images, len(labels)), label=labels), tmp_path / "packed"
     )
     assert set(labels_by_content(tmp_path / "packed").values()) == expected
+
+
+@pytest.mark.parametrize(
+    ("labels", "expected"),
+    [
+        (["-1", "1", "1"], {"-1": 1, "1": 2}),
+        (["-1", "0", "1"], {"0": 1, "1": 1}),
+        (["NA", "0", "1.0"], {"0": 1, "1": 1}),
+        (["NA", "EU", "EU"], {"EU": 2, "NA": 1}),
+        (["None", "a", "b"], {"a": 1, "b": 1}),
+    ],
+)
+def test_the_same_texts_mean_no_label_in_archives_and_label_files(
+    labels: list[str], expected: dict[str, int], images: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    packed(parquet(tmp_path / "a.parquet", [], image=unique(images, 3), label=labels), tmp_path / "packed")
+    assert Counter(labels_by_content(tmp_path / "packed").values()) == expected
+    (tmp_path / "a.csv").write_text("path,label\n" + "".join(f"{n}.png,{text}\n" for n, text in enumerate(labels)))
+    table = read_label_file(str(tmp_path / "a.csv"), LabelColumns())
+    assert Counter(table.labels) - Counter([""] * 3) == expected
+    assert caplog.text.count("without a label (1 ") == (0 if sum(expected.values()) == 3 else 2)
 
 
 def test_a_label_without_a_name_among_the_classes_is_refused(images: Path, tmp_path: Path) -> None:

@@ -217,7 +217,13 @@ def labels_of(table: pa.Table, url: str, columns: LabelColumns) -> list[str]:
     name = column_called(table, url, option, next(iter(columns.label), None), LABEL_COLUMNS)
     labels: list[str] = texts_of(table, url, name, may_be_lists=True).to_pylist()
     if columns.separator is None:
-        return _single_labels(labels, url)
+        # Each item of a list ends in JOINED (see texts_of), and a list of one item is as good as a text.
+        if num_several := sum(label.count(JOINED) > 1 for label in labels):
+            raise UsageError(
+                f"{num_several:,} of {len(labels):,} rows of {url} have a list of several labels; give "
+                "--label-separator , if images may have several classes, or leave one label for each."
+            )
+        return single_classes([label.removesuffix(JOINED) for label in labels], url)
 
     # One column, with several classes: a list, or a text that may look like a list of Python, or of Label Studio.
     several: list[list[str]] = []
@@ -236,41 +242,26 @@ def labels_of(table: pa.Table, url: str, columns: LabelColumns) -> list[str]:
     return [JOINED.join(sorted(set(names))) for names in several]
 
 
-def plain_numbers(labels: Sequence[str]) -> Sequence[str]:
-    """Return labels without ``.0`` if all are whole numbers, which programs write so if some are missing.
-
-    >>> plain_numbers(["1.0", "2", ""]), plain_numbers(["1.0", "1.1"])
-    (['1', '2', ''], ['1.0', '1.1'])
-    """
-    present = set(labels) - NO_LABELS
-    if not present or not all(map(is_whole_number, present)):
-        return labels
-    return [_ZEROS.sub("", label) for label in labels]
-
-
 def is_whole_number(label: str) -> bool:
     """Return True if a label is a whole number, perhaps with ``.0`` behind it."""
     return _NUMBER.fullmatch(label) is not None
 
 
-def _single_labels(labels: Sequence[str], url: str) -> list[str]:
-    """Return the class in each label, empty for a text that means "no label"; log how many of these there are.
+def single_classes(labels: Sequence[str], url: str) -> list[str]:
+    """Return the class in each label of ``url``, empty for a text that means "no label".
 
-    Raises UsageError if a label is a list of several.
+    Log how many of these there are. Whole numbers lose ``.0``, which programs write if some are missing.
+
+    >>> single_classes(["1.0", "2", "-1"], "labels.csv")
+    ['1', '2', '']
     """
-    # Each item of a list ends in JOINED (see texts_of), and a list of one item is as good as a text.
-    if several := sum(label.count(JOINED) > 1 for label in labels):
-        raise UsageError(
-            f"{several:,} of {len(labels):,} rows of {url} have a list of several labels; give --label-separator , if "
-            "images may have several classes, or leave one label for each."
-        )
-
-    # Among classes that are all numbers, -1 means "no label", too. Beside names, or nothing but 1, it is a class.
-    labels = plain_numbers([label.removesuffix(JOINED) for label in labels])
-    present = set(labels) - NO_LABELS
-    are_numbers = bool(present) and all(map(is_whole_number, present))
-    no_labels = NO_LABELS | {"-1"} if are_numbers and present != {"-1", "1"} else NO_LABELS
+    # Among numbers, -1 and R's NA mean "no label", too. Beside names, they are classes, and so is -1 beside 1 alone.
+    no_labels = NO_LABELS
+    present = set(labels) - NO_LABELS - {"NA"}
+    if present and all(map(is_whole_number, present)):
+        labels = [_ZEROS.sub("", label) for label in labels]
+        no_labels |= {"NA"} if present <= {"-1", "1", "-1.0", "1.0"} else {"NA", "-1"}
     if counts := Counter(label or "empty" for label in labels if label in no_labels):
         counted_texts = ", ".join(f"{count:,} {text}" for text, count in counts.items())
-        _log.warning("Rows of %s without a label are not used: %s (%s).", url, f"{counts.total():,}", counted_texts)
+        _log.warning("Not used of %s: %s without a label (%s).", url, f"{counts.total():,}", counted_texts)
     return ["" if label in no_labels else label for label in labels]
