@@ -41,6 +41,7 @@ from raytrain.data.labels.part_names import (
     is_part,
     is_training,
     names_of_parts,
+    part_like,
     parts_among,
 )
 from raytrain.errors import UsageError, format_count
@@ -107,8 +108,8 @@ def build_manifest(store: Store, classes: tuple[str, ...] | None = None, part: P
         return _label_by_folder(files, folders, classes, part)
 
     # Take the folder of the part, or of the other held-out part.
-    used = folders.part_like(part)
-    if part is None or used is None:
+    used = part and part_like(part, folders.folder_of)
+    if used is None:
         url, (first, second, *_) = store.url.rstrip("/"), folders.folder_of.values()
         raise UsageError(
             f"{url} contains {first}/ and {second}/, which would become one data set; give each by itself, such as "
@@ -190,15 +191,6 @@ class FolderLabels:
     classes: tuple[str, ...]  # (N,), empty if an image is in no class folder
     parts: tuple[str, ...] | None = None  # (N,), names of folders; None if no folders are of parts
     folder_of: Mapping[Part, str] = field(default_factory=dict)  # the folder of each part; others are not used
-
-    def part_like(self, part: Part | None) -> Part | None:
-        """Return ``part`` if it is None or has a folder, or else the other held-out part that has one.
-
-        Return None if neither has, or training images have no folder.
-        """
-        if part is None or part in self.folder_of:
-            return part
-        return next((other for other in HELD_OUT if part != "train" and other in self.folder_of), None)
 
 
 def read_folders(keys: Sequence[str], url: str) -> FolderLabels:

@@ -20,7 +20,7 @@ from raytrain.data.labels.label_columns import JOINED
 from raytrain.data.labels.label_file import LabelTable, own_label_table
 from raytrain.data.labels.listing import ends_like_image, first_names
 from raytrain.data.labels.manifest import Manifest, list_images
-from raytrain.data.labels.part_names import HELD_OUT, PARTS, Part, is_held_out, names_of_parts, parts_among
+from raytrain.data.labels.part_names import HELD_OUT, PARTS, Part, is_held_out, names_of_parts, part_like, parts_among
 from raytrain.errors import UsageError, format_count
 from raytrain.storage.store import Store
 
@@ -132,11 +132,12 @@ def _parts_of_table(
     check_keys(table, tuple(listed.values()), max_bad_fraction)
     splits = _split_names(table, has_others=has_others)
 
-    # If the rows name one held-out part, and the only held-out store is given for the other one, such as rows whose
-    # split is val and a store of test images, then these rows are about that store.
-    held_out_splits = splits.keys() & {*HELD_OUT}
-    if len(held_out_splits) == 1 and not held_out_splits & listed.keys() and len(listed) > 1:
-        splits["test" if "test" in listed else "validation"] = splits.pop(held_out_splits.pop())
+    # If rows are of another held-out part than the store that is given, such as val and a store of test images, then
+    # they are about that store.
+    for part in HELD_OUT:
+        like = part_like(part, splits) if part in listed else None
+        if like is not None and like not in listed:
+            splits[part] = splits.pop(like)
 
     # The first part, training, decides on the classes. A part without a store has its images below --data.
     parts: dict[Part, Manifest] = {}
@@ -220,8 +221,8 @@ def images_of_part(
     if all(map(is_held_out, set(table.splits))):  # the file is of these images alone
         return labelled(images, table, (), classes)
     splits = _split_names(table)
-    splits_of_other_part = next((splits[other] for other in reversed(HELD_OUT) if other in splits), ())
-    return labelled(images, table, splits.get(part, splits_of_other_part), classes)
+    like = part_like(part, splits)
+    return labelled(images, table, splits[like] if like is not None else (), classes)
 
 
 def check_keys(table: LabelTable, listed: Sequence[Manifest], max_bad_fraction: float) -> None:

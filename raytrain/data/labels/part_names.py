@@ -6,7 +6,7 @@ A name means a part if one of its words does, as in seg_train, Training Set or p
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Literal
 
 Part = Literal["train", "validation", "test"]
@@ -59,6 +59,18 @@ def parts_among(names: Iterable[str]) -> list[str]:
     parts = sorted(filter(is_part, set(names)))
     num_training = sum(map(is_training, parts))
     return parts if 0 < num_training < len(parts) else []
+
+
+def part_like(part: Part, present: Container[Part]) -> Part | None:
+    """Return ``part`` if it is present, or else the other held-out part that is; None for training images alone.
+
+    Of two parts, the held-out one serves for validation as well as for a test, whatever it is called.
+
+    >>> part_like("test", ("train", "validation")), part_like("train", ("test",))
+    ('validation', None)
+    """
+    others = (part,) if part == "train" else (part, *HELD_OUT)
+    return next((other for other in others if other in present), None)
 
 
 def _has_word(kind: re.Pattern[str], name: str) -> bool:
