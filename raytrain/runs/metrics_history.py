@@ -62,7 +62,12 @@ class History:
         return [self._problems.pop(0) for _ in self._problems.copy()]
 
     def record(self, row: MetricRow) -> None:
-        """Add a row of metrics."""
+        """Add a row of metrics; one of the test images replaces that of the same step.
+
+        A run that was killed before its end, after it had measured them, measures them again when it resumes.
+        """
+        if row.kind == "test" and any(earlier.kind == "test" for earlier in self.sample.rows):
+            self._cut(lambda earlier: (earlier.kind, earlier.step) != ("test", row.step))
         self.sample.extend([row])
         self._metrics.extend([row])
         self._changed.set()
@@ -91,9 +96,13 @@ class History:
         def is_kept(row: MetricRow) -> bool:
             return row.step < step or (row.step == step and (row.kind == "step" or not measures_again))
 
+        self._cut(is_kept)
+        self._changed.set()
+
+    def _cut(self, is_kept: Callable[[MetricRow], bool]) -> None:
+        """Drop the metrics that are not kept, which must be the last ones."""
         self.sample.keep(is_kept)
         self._metrics.cut(is_kept)
-        self._changed.set()
 
     def flush(self) -> None:
         """Write the rows that storage does not have yet; raise StorageError if that fails."""

@@ -120,6 +120,19 @@ def test_an_evaluation_that_will_be_repeated_is_dropped(store: Any) -> None:
         assert len(read_metrics(store)) == len(second.sample.rows) == num_kept
 
 
+def test_test_images_that_are_measured_again_after_a_kill_have_one_row(store: Any) -> None:
+    for accuracy in (0.25, 0.5):
+        history = History(store)
+        history.rewind(20)
+        for row in [] if accuracy > 0.25 else [step_row(10), step_row(20)]:
+            history.record(row)
+        history.record(MetricRow(kind="test", step=20, epoch=1, metrics={"accuracy": accuracy}))
+        history.close()
+        rows = read_metrics(store)
+        assert [row.kind for row in rows] == ["step", "step", "test"] and len(history.sample.rows) == 3
+        assert rows[-1].accuracy == accuracy
+
+
 def test_a_rewind_before_the_first_row_empties_the_history(store: Any) -> None:
     history = History(store)
     history.record(step_row(10))
