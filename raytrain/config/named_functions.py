@@ -73,13 +73,24 @@ def file_of_function(name: str) -> Path | None:
     module = name.rpartition(":")[0]
     if module.endswith(".py"):
         return Path(module)
-    package, *inner = module.split(".")
-    spec = find_spec(package)
-    for part in inner:
-        folders = spec and spec.submodule_search_locations
-        spec = PathFinder.find_spec(part, list(folders)) if folders else None
-    file = spec and spec.has_location and spec.origin
+    spec, _ = _find_module(module)
+    file = getattr(spec, "has_location", False) and spec.origin
     return Path(file) if file and is_of_user(file) else None
+
+
+def _find_module(module: str) -> tuple[Any, str]:
+    """Return the spec of a ``module``, and "", or None and its name up to the part behind a dot that is missing.
+
+    Nothing is imported. A module that is imported already counts as found, whatever its spec.
+    """
+    package, *inner = module.split(".")
+    spec, name = find_spec(package) if package else None, package
+    for part in inner:
+        if spec is None:
+            break
+        folders = getattr(spec, "submodule_search_locations", None)
+        spec, name = PathFinder.find_spec(part, list(folders)) if folders else None, f"{name}.{part}"
+    return spec, "" if spec is not None or module in sys.modules else name
 
 
 def find_spec(package: str, *folders: str) -> Any:
@@ -158,9 +169,9 @@ def import_missing_files(files: Mapping[str, str]) -> None:
 
 
 def check_module(option: str, name: str) -> None:
-    """Raise UsageError if ``name`` has not the form of a function's name, or its file or outermost package is missing.
+    """Raise UsageError if ``name`` has not the form of a function's name, or its file or module is missing.
 
-    It imports nothing, so a function that is missing in an existing file or package is not noticed.
+    It imports nothing, so a function that is missing in an existing file or module is not noticed.
 
     Example: ``check_module("--loop", "my_loop.py:train")``
     """
@@ -171,9 +182,13 @@ def check_module(option: str, name: str) -> None:
         if not Path(place).is_file():
             raise _no_file(option, Path(place))
         return
-    package = place.partition(".")[0]
-    if package and package not in sys.modules and importlib.util.find_spec(package) is None:
-        raise _no_module(option, name, package)
+    missing = _find_module(place)[1]
+    if missing and Path(place).is_file():
+        raise UsageError(f"{option} {name}: {place} is no file of Python, whose name ends in .py.")
+    if missing and Path(f"{place}.py").is_file():
+        raise UsageError(f"{option} {name} names no function; write {place}.py:{name.rpartition(':')[2]}.")
+    if missing:
+        raise _no_module(option, name, missing)
 
 
 def names_own_function(name: str | None) -> bool:

@@ -79,8 +79,9 @@ def check_named_code(config: TrainConfig) -> None:
     from raytrain.training.loop_checks.loop_mistakes import check_named_function
     from raytrain.training.weights_source import check_weights_source
 
-    for option, name in (("--model", config.model), ("--transforms", config.transforms)):
-        if name is not None and names_own_function(name):
+    model = config.model if names_own_function(config.model) else None
+    for option, name in (("--model", model), ("--transforms", config.transforms)):
+        if name is not None:
             check_module(option, name)
             check_named_function(option, name)
     if config.weights is not None and not config.resume:  # a run that resumes has them in its checkpoints

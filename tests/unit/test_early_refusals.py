@@ -47,6 +47,8 @@ def refusals(tmp_path: Path, *options: dict[str, object]) -> list[str]:
 def test_what_does_not_exist_is_refused_without_torch_and_without_a_cluster(tmp_path: Path) -> None:
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "config.json").touch()
+    (tmp_path / "notes.txt").touch()
+    (tmp_path / "loop.py").touch()
     sentences = refusals(
         tmp_path,
         {"model": "resnet19"},
@@ -54,6 +56,10 @@ def test_what_does_not_exist_is_refused_without_torch_and_without_a_cluster(tmp_
         {"model": "no_such_package.nets:net"},
         {"loop": "no_such_file.py:train"},
         {"loop": "my_loop.py"},
+        {"loop": f"{tmp_path}/notes.txt:train"},
+        {"loop": f"{tmp_path}/loop:train"},
+        {"loop": "json.trian:train"},
+        {"transforms": "random-crop"},
         {"weights": "no-such-file.pt"},
         {"weights": str(tmp_path / "old")},
         {"until": "accuracy=95"},
@@ -70,6 +76,10 @@ def test_what_does_not_exist_is_refused_without_torch_and_without_a_cluster(tmp_
         "--model no_such_package.nets:net: there is no module",
         "--loop: there",
         "--loop my_loop.py names no function",
+        f"--loop {tmp_path}/notes.txt:train: {tmp_path}/notes.txt is no file of Python",
+        f"--loop {tmp_path}/loop:train names no function; write {tmp_path}/loop.py:train",
+        "--loop json.trian:train: there is no module json.trian",
+        "--transforms random-crop names no function",
     ]
     begins += [
         "--weights no-such-file.pt: there is no such file",
