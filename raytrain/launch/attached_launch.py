@@ -201,17 +201,8 @@ class AttachedLaunch:
         self.send_files: Callable[[float], None] = lambda within_s: None
         """Sends what worker 0 has written into ``run.folder``, if that is kept in a bucket."""
         self._result: Future[TrainResult] = Future()
-        plan = prepared.data.plan(config)
-        self.coordinator = AttachedCoordinator(
-            prepared.name,
-            prepared.store,
-            prepared.signals,
-            num_steps=plan.num_steps,
-            steps_per_epoch=plan.steps_per_epoch,
-            skip_limit=prepared.skip_limit(),
-            started_at=prepared.started_at,
-            elapsed_before_s=prepared.status_before.elapsed_s,
-        )
+        arguments = prepared.monitor_arguments(prepared.data.plan(config))
+        self.coordinator = AttachedCoordinator(prepared.name, prepared.store, prepared.signals, **arguments)
 
     def start_session(self, messages: GroupMessages | None) -> None:
         """Start the thread with the run's session. ``messages`` have the reports of the other workers, if any."""

@@ -55,6 +55,7 @@ from raytrain.training.weights_source import check_downloads
 
 if TYPE_CHECKING:
     from raytrain.data.dataset import Dataset
+    from raytrain.data.plan.batch_plan import BatchPlan
     from raytrain.storage.store import Store
     from raytrain.trackers.tracking import NamedTracker
     from raytrain.training.run import Run
@@ -378,6 +379,17 @@ class PreparedRun(TrainRequest):
         """
         reads = dict.fromkeys(f"{store.url}/" for store, _, _ in self.data.parts.values())
         return Scope((*reads,), (f"{self.store.url}/",)) if self.config.scope_keys else None
+
+    def monitor_arguments(self, plan: BatchPlan) -> dict[str, Any]:
+        """Return the arguments of this run's :class:`~raytrain.monitor.monitor.RunMonitor` after name and history."""
+        return {
+            "num_steps": plan.num_steps,
+            "steps_per_epoch": plan.steps_per_epoch,
+            "skip_limit": self.skip_limit(),
+            # After a restart, the time so far is in the status, and the clock begins now.
+            "started_at": None if self.restarting else self.started_at,
+            "elapsed_before_s": self.status_before.elapsed_s,
+        }
 
     def skip_limit(self) -> SkipLimit:
         """Return the limit on the number of images that may be skipped."""

@@ -32,8 +32,7 @@ def start_forked(agent: AgentProcess, environment: Mapping[str, str]) -> None:
     process = forking_context().Process(target=_run_agent, args=(files, environment), daemon=False)
     process.start()
     os.close(read)
-    # Private, as the start alone is another: all that is done with the process is the agent's own code.
-    agent._process = Started(process, os.fdopen(write, "wb"))  # pyright: ignore[reportAttributeAccessIssue]
+    agent.process = Started(process, os.fdopen(write, "wb"))  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def start_forked_decoder(decoder: NewProcess, imports: Sequence[str]) -> None:

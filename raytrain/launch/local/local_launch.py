@@ -61,17 +61,8 @@ class LocalLaunch:
     def start(self) -> Coordinator:
         """Start the coordinator, in this process, and the workers; :meth:`close` ends all that this has opened."""
         prepared = self._prepared
-        plan = prepared.data.plan(self.config)
-        self._coordinator = Coordinator(
-            prepared.name,
-            prepared.store,
-            num_steps=plan.num_steps,
-            steps_per_epoch=plan.steps_per_epoch,
-            skip_limit=prepared.skip_limit(),
-            # After a restart, the time so far is in the status, and the clock begins now.
-            started_at=None if prepared.restarting else prepared.started_at,
-            elapsed_before_s=prepared.status_before.elapsed_s,
-        )
+        arguments = prepared.monitor_arguments(prepared.data.plan(self.config))
+        self._coordinator = Coordinator(prepared.name, prepared.store, **arguments)
         with ExitStack() as opened:
             # The socket to which workers report. Its path has a limit that a long TMPDIR may exceed.
             folder = opened.enter_context(TemporaryFolder())
@@ -139,7 +130,7 @@ class LocalLaunch:
         Report processes that a loop has started in sessions of their own, which still run. :meth:`close` copies the
         logs later, once the result of the run is written.
         """
-        detached = self._agent.detached_processes()
+        detached = detached_processes(self._agent.process.pid)
         self._agent.close()
         self._logs.show_rest()
         if left := [process for process in detached if process.is_running()]:
@@ -183,7 +174,7 @@ class AgentProcess:
         # The agent finds the modules that this process finds. An empty entry of sys.path is the current folder.
         path = os.pathsep.join(folder or current_folder() for folder in sys.path)
         # Not in the current folder, where Python would look for modules first: it may contain a torch.py of a stranger.
-        self._process = subprocess.Popen(
+        self.process = subprocess.Popen(
             [sys.executable, "-m", _AGENT],
             stdin=subprocess.PIPE,
             cwd="/",
@@ -193,35 +184,31 @@ class AgentProcess:
 
     def start_workers(self, spec: RunSpec, inputs: WorkerInputs) -> None:
         """Have the agent start the workers of the run; return at once."""
-        assert self._process.stdin is not None
+        assert self.process.stdin is not None
         with suppress(BrokenPipeError):  # the agent has ended already, as LocalLaunch.wait will notice
-            pickle.dump(current_folder(), self._process.stdin)
-            self._process.stdin.write(pickle_own_code((spec, inputs)))
-            self._process.stdin.flush()
+            pickle.dump(current_folder(), self.process.stdin)
+            self.process.stdin.write(pickle_own_code((spec, inputs)))
+            self.process.stdin.flush()
 
     @property
     def has_ended(self) -> bool:
         """True if the agent has ended, and the workers with it."""
-        return self._process.poll() is not None
+        return self.process.poll() is not None
 
     @property
     def killed_by(self) -> str | None:
         """The name of the signal that has killed the agent; None if it runs, or has ended by itself."""
-        code = self._process.poll()
+        code = self.process.poll()
         return signal.Signals(-code).name if code is not None and code < 0 else None
-
-    def detached_processes(self) -> list[psutil.Process]:
-        """Return the processes that a loop has started in sessions of their own: :meth:`close` does not end them."""
-        return detached_processes(self._process.pid)
 
     def close(self) -> None:
         """End the agent and all workers, busy or not. May be called twice."""
         with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        assert self._process.stdin is not None
+            os.killpg(self.process.pid, signal.SIGKILL)
+        assert self.process.stdin is not None
         with suppress(BrokenPipeError):
-            self._process.stdin.close()
-        self._process.wait()
+            self.process.stdin.close()
+        self.process.wait()
 
 
 def detached_processes(agent: int) -> list[psutil.Process]:

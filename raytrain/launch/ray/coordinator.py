@@ -16,9 +16,9 @@ import hashlib
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -231,12 +231,12 @@ def open_coordinator(
 ) -> tuple[CoordinatorHandle, ServedCredentials, CredentialLender]:
     """Start the coordinator of a run, which ends when ``opened`` is closed, and lend it the driver's credentials.
 
-    Returns its handle, and what :func:`lend_credentials` returns. ``monitor_arguments`` are further arguments of
+    Returns its handle, and what :func:`lend_credentials` returns. ``monitor_arguments`` are the other arguments of
     :func:`start_coordinator`. Raises UsageError if the run trains in this cluster already, or if STS issues no keys for
     ``--scope-keys``.
     """
     data, store = prepared.data, prepared.store
-    coordinator = start_coordinator(prepared.name, store, skip_limit=prepared.skip_limit(), **monitor_arguments)
+    coordinator = start_coordinator(prepared.name, store, **monitor_arguments)
     opened.callback(stop_coordinator, coordinator)
     stores = store, *(part_store for part_store, _, _ in data.parts.values())
     return coordinator, *lend_credentials(coordinator, stores, prepared.scope())
@@ -268,17 +268,15 @@ def stop_coordinator(coordinator: CoordinatorHandle) -> None:
 class RayMonitor:
     """The coordinator of a run as the driver calls it: each method calls the coordinator's of the same name.
 
-    All but :meth:`event` wait for its answer, and raise :class:`CoordinatorLost` if the coordinator has died.
-    ``coordinated`` and ``command`` are those of :func:`needs_coordinator`.
+    All but :meth:`note_event` wait for its answer, in a context of ``needs_coordinator``, the function of this name for
+    the run: it raises :class:`CoordinatorLost` if the coordinator has died.
     """
 
     def __init__(
-        self, coordinator: CoordinatorHandle, prepared: PreparedRun, coordinated: str = "it", command: str = "train"
+        self, coordinator: CoordinatorHandle, needs_coordinator: Callable[[], AbstractContextManager[None]]
     ) -> None:
         self._coordinator = coordinator
-        self._prepared = prepared
-        self._coordinated = coordinated
-        self._command = command
+        self._needs_coordinator = needs_coordinator
 
     def note_event(self, event: Event) -> None:
         """Note something that a viewer should read, without waiting."""
@@ -306,7 +304,7 @@ class RayMonitor:
         self._ask(self._coordinator.finish, status, result)
 
     def _ask(self, method: Any, *arguments: object) -> Any:
-        with needs_coordinator(self._prepared, self._coordinated, self._command):
+        with self._needs_coordinator():
             return ray.get(method.remote(*arguments))
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import sys
 from contextlib import ExitStack
+from functools import partial
 from typing import cast
 
 import ray
@@ -64,6 +65,7 @@ class RayLaunch:
                 self.num_workers, device, fastest_on_nodes, fastest_resizer_on_nodes, decoder_problem_on_nodes
             )
         self._prepared = prepared
+        self._needs_coordinator = partial(needs_coordinator, prepared)
         self._cluster = cluster
 
         # What travels to the workers.
@@ -86,19 +88,12 @@ class RayLaunch:
         Raises :class:`CoordinatorLost` if the coordinator has died, and UsageError if a run of this name and storage
         trains in the cluster already.
         """
-        prepared, plan = self._prepared, self._spec.plan
-        with needs_coordinator(prepared), ExitStack() as opened:
+        prepared = self._prepared
+        with self._needs_coordinator(), ExitStack() as opened:
             self._capacity = CapacityCheck(self._placement)
             opened.callback(self._capacity.close)
             coordinator, credentials, self._lender = open_coordinator(
-                prepared,
-                opened,
-                num_steps=plan.num_steps,
-                steps_per_epoch=plan.steps_per_epoch,
-                num_workers=self.num_workers,
-                # After a restart, the time so far is in the status, and the clock begins now.
-                started_at=None if prepared.restarting else prepared.started_at,
-                elapsed_before_s=prepared.status_before.elapsed_s,
+                prepared, opened, num_workers=self.num_workers, **prepared.monitor_arguments(self._spec.plan)
             )
             coordinator.note_checked.remote()
             if self._owns_feed:
@@ -140,7 +135,7 @@ class RayLaunch:
             if self._owns_feed:
                 opened.callback(self._feed.close)  # before the workers end
                 self._feed.start()
-            self._monitor = RayMonitor(coordinator, prepared)
+            self._monitor = RayMonitor(coordinator, self._needs_coordinator)
             self._head = HeadWatch(self._monitor.note_event)
             opened.callback(self._head.close)
             self._readers = ReadersCheck(self._feed.task_cpus, self._monitor.note_event)
@@ -158,7 +153,7 @@ class RayLaunch:
             self._readers.check(snapshot.step)
         is_starting, is_stopping = snapshot.status == "starting", snapshot.stop_request is not None
         self._capacity.check(is_starting=is_starting, is_stopping=is_stopping)
-        with needs_coordinator(self._prepared):
+        with self._needs_coordinator():
             self._lender.lend_if_due()
         self._head.poll()
         self._trainer.remember_reserved()

@@ -134,9 +134,14 @@ class RaySharedImages(AbstractContextManager["RaySharedImages"]):
         self._needs_coordinator = partial(needs_coordinator, prepared, coordinated="its trials", command="sweep")
         with self._needs_coordinator(), ExitStack() as opened:
             self.coordinator, credentials, self._lender = open_coordinator(
-                prepared, opened, num_steps=num_steps, steps_per_epoch=num_steps, num_workers=placement.num_workers
+                prepared,
+                opened,
+                num_workers=placement.num_workers,
+                num_steps=num_steps,
+                steps_per_epoch=num_steps,
+                skip_limit=prepared.skip_limit(),
             )
-            self._monitor = RayMonitor(self.coordinator, prepared, coordinated="its trials", command="sweep")
+            self._monitor = RayMonitor(self.coordinator, self._needs_coordinator)
             if self.feed is not None:
                 opened.callback(self.feed.close)
                 self.feed.connect(self.coordinator, credentials, placement)
