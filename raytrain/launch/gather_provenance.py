@@ -76,10 +76,14 @@ class Gathering:
     def finish(self) -> Provenance:
         """Wait for git, 10 seconds at most, list the installed packages, and return the provenance without secrets."""
         commit, changed_files = self._git.result()
+        # The command line as a user types it: ``raytrain train …``, or ``python script.py …``.
+        program, *words = sys.argv or [""]
+        is_raytrain = Path(program).name == "raytrain" or program.endswith("raytrain/__main__.py")
+        command = shlex.join([*(["raytrain"] if is_raytrain else ["python", program]), *words])
         return Provenance(
             first_step=self._first_step,
             started_at=self._started_at,
-            command=redact(_command()),
+            command=redact(command),
             python=platform.python_version(),
             packages=_installed_packages(),
             commit=commit,
@@ -178,25 +182,14 @@ class GitStatus:
                 changed.append(rest.split(" ", num_fields)[-1])
             elif kind == "?" and any(self._root / rest in (file, *file.parents) for file in self._files):
                 changed.append(rest)
-        if commit is None:
-            self.problem = self._why_no_commit(errors)
-        return commit, sorted(changed)[:MAX_CHANGED_FILES] if commit else []
-
-    def _why_no_commit(self, errors: str) -> str:
-        """Return why git has named no commit; ``errors`` is its standard error."""
-        if self._process is not None and self._process.returncode == 0:
-            return "the repository has none yet"
-        if "dubious ownership" in errors:  # such a repository may name programs, which git would run
-            return "git does not read the repository of another user"
-        return "git cannot read the repository"
-
-
-def _command() -> str:
-    """Return the command line of this process as a user types it: ``raytrain train …``, or ``python script.py …``."""
-    program, *words = sys.argv or [""]
-    if Path(program).name == "raytrain" or program.endswith("raytrain/__main__.py"):
-        return shlex.join(["raytrain", *words])
-    return shlex.join(["python", program, *words])
+        if commit is not None:
+            return commit, sorted(changed)[:MAX_CHANGED_FILES]
+        self.problem = "git cannot read the repository"
+        if self._process.returncode == 0:
+            self.problem = "the repository has none yet"
+        elif "dubious ownership" in errors:  # such a repository may name programs, which git would run
+            self.problem = "git does not read the repository of another user"
+        return None, []
 
 
 @cache

@@ -75,7 +75,10 @@ def main() -> None:
     os.chdir(folder)
     spec, inputs = pickle.load(sys.stdin.buffer)
     threading.Thread(target=_end_with_starter, daemon=True).start()
-    _adopt_orphans()
+    # Become the parent of processes whose parents end, so that the driver finds those that a loop has left. Only Linux
+    # can do that.
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1)
     try:
         agent = _Agent(spec, inputs)
         result = cast(RunResult, agent.run())
@@ -93,15 +96,6 @@ def _end_with_starter() -> None:
     # Not sys.stdin.read(): it holds a lock while it waits, which the forked processes would inherit, held for ever.
     os.read(sys.stdin.fileno(), 1)
     os.killpg(0, signal.SIGKILL)
-
-
-def _adopt_orphans() -> None:
-    """Become the parent of processes whose parents end, so that the driver finds those that a loop has left.
-
-    Only Linux can do that.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1)
 
 
 class _OnlyAgent(RendezvousHandler):

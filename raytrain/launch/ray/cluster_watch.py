@@ -43,7 +43,12 @@ def wait_for_machines(config: TrainConfig, is_stopped: Callable[[], bool]) -> No
     worker = worker_resources(device, 1.0, config.accelerator_type)
     group = ray.util.placement_group([worker] * fewest)
     problems: list[str] = []
-    ask = Background(_hardware_and_problems)  # in a thread: a silent head delays neither a stop nor the time limit
+
+    def ask_head(timeout_s: float) -> tuple[Hardware, list[str]] | None:
+        """Return the hardware, and why the autoscaler cannot start more machines; None without an answer in time."""
+        return (cluster_hardware(), autoscaler_problems()) if head_answers(timeout_s) else None
+
+    ask = Background(ask_head)  # in a thread: a silent head delays neither a stop nor the time limit
     try:
         started_at = reported_at = time.monotonic()
         reported: tuple[int, list[str]] | None = None
@@ -79,14 +84,6 @@ def wait_for_machines(config: TrainConfig, is_stopped: Callable[[], bool]) -> No
         # If the head does not answer, the group is removed when this process ends.
         if head_answers(_ANSWER_WITHIN_S):
             ray.util.remove_placement_group(group)
-
-
-def _hardware_and_problems(timeout_s: float) -> tuple[Hardware, list[str]] | None:
-    """Return the hardware of the cluster, and why the autoscaler cannot start more machines.
-
-    None if the head does not answer within ``timeout_s``; Ray's own calls would wait for it without limit.
-    """
-    return (cluster_hardware(), autoscaler_problems()) if head_answers(timeout_s) else None
 
 
 PLACED_WITHIN_S = 40.0

@@ -175,12 +175,7 @@ class _JoinedCluster:
         self.address: str | None = None  # by which it was joined
         self.opened = ExitStack()  # closing it leaves the cluster
 
-    def use(self, opened: ExitStack) -> None:
-        """Begin a use, which ends when ``opened`` is closed. Call this with ``lock`` held."""
-        self.num_users += 1
-        opened.callback(self._release)
-
-    def _release(self) -> None:
+    def release(self) -> None:
         """End a use; after the last one, this process leaves the cluster."""
         with self.lock:
             self.num_users -= 1
@@ -268,10 +263,14 @@ class Connection(AbstractContextManager["Connection"]):
                 raylet_answers()  # remembers the raylet's address while it can still be found
 
     def _use_joined(self) -> None:
-        """Have this process stay in the cluster that it has joined at least until this connection is closed."""
+        """Have this process stay in the cluster that it has joined at least until this connection is closed.
+
+        Call this with the lock of ``_joined`` held.
+        """
         if not self._uses_joined:
             self._uses_joined = True
-            _joined.use(self._opened)
+            _joined.num_users += 1
+            self._opened.callback(_joined.release)
 
     def _join(self) -> None:
         """Have this process join the cluster at the address, until its last connection is closed.

@@ -92,16 +92,16 @@ def run_on_each_node(function: Callable[[ClusterNode], T], timeout_s: float) -> 
             )
             results.append(NodeResult(node, error=sentence))
         except Exception as error:
-            results.append(NodeResult(node, error=_failure_of_a_node(error)))
+            # The last line of the error, which follows a traceback, says why.
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+            sentence = f"The node could not answer ({lines[-1].rstrip('.')}); check the node, or restart Ray there."
+            if missing := re.search(r"No module named '(\w+)", str(error)):
+                sentence = (
+                    f"The node's Python has no {missing[1]}; install raytrain in the Python environment that runs Ray "
+                    "there."
+                )
+            results.append(NodeResult(node, error=sentence))
     return tuple(results)
-
-
-def _failure_of_a_node(error: Exception) -> str:
-    """Return a sentence on why a node could not answer: by the last line of the error, which follows a traceback."""
-    if missing := re.search(r"No module named '(\w+)", str(error)):
-        return f"The node's Python has no {missing[1]}; install raytrain in the Python environment that runs Ray there."
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    return f"The node could not answer ({lines[-1].rstrip('.')}); check the node, or restart Ray there."
 
 
 _VISIBLE_WITHIN_S = 5.0  # a network disk may show a new file late

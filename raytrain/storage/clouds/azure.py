@@ -87,33 +87,27 @@ class Azure(Cloud):
             return AzureCredentials("access_key", key)
         if signature := os.environ.get("AZURE_STORAGE_SAS_TOKEN"):
             return AzureCredentials("sas_token", signature)
-        return _access_token()
+
+        # A token of azure-identity, for a service principal, a workload or managed identity, or ``az login``. There is
+        # none without azure-identity, or if it finds no way to sign in.
+        try:
+            from azure.core.exceptions import ClientAuthenticationError
+
+            credential = default_credential()
+        except ImportError:
+            return None
+        try:
+            token = credential.get_token(_SCOPE)
+        except ClientAuthenticationError as error:
+            default_credential.cache_clear()  # the next call finds other variables or a new sign-in
+            if refusal := re.search(r"AADSTS\d+: [^\n]*", str(error)):  # else there was no way to sign in
+                raise StorageError(f"Azure refuses the sign-in ({refusal[0].rstrip('. ')}); sign in again.") from None
+            return None
+        return AzureCredentials("token", token.token, datetime.fromtimestamp(token.expires_on, timezone.utc))
 
     def obstore_config(self, bucket: str) -> dict[str, Any]:
         # obstore would ask an emulator instead if a variable of its own said so.
         return {"account_name": self.account, "endpoint": self.endpoint_url, "use_emulator": False}
-
-
-def _access_token() -> AzureCredentials | None:
-    """Return a token from azure-identity, for a service principal, a workload or managed identity, or ``az login``.
-
-    Return None without azure-identity, or if it finds no way to sign in. Raises StorageError if Azure refuses the
-    sign-in.
-    """
-    try:
-        from azure.core.exceptions import ClientAuthenticationError
-
-        credential = default_credential()
-    except ImportError:
-        return None
-    try:
-        token = credential.get_token(_SCOPE)
-    except ClientAuthenticationError as error:
-        default_credential.cache_clear()  # the next call finds other variables or a new sign-in
-        if refusal := re.search(r"AADSTS\d+: [^\n]*", str(error)):  # else there was no way to sign in
-            raise StorageError(f"Azure refuses the sign-in ({refusal[0].rstrip('. ')}); sign in again.") from None
-        return None
-    return AzureCredentials("token", token.token, datetime.fromtimestamp(token.expires_on, timezone.utc))
 
 
 @cache

@@ -66,41 +66,35 @@ class Google(Cloud):
     def credentials(self) -> GoogleCredentials | None:
         if os.environ.get("STORAGE_EMULATOR_HOST"):
             return GoogleCredentials("anonymous")  # an emulator needs none, and should not be shown any
-        return _access_token()
+
+        # A token of google-auth, for a service account, a sign-in with gcloud, or the machine's account. There are none
+        # without google-auth, or if it finds no credentials.
+        try:
+            from google.auth.exceptions import DefaultCredentialsError, GoogleAuthError
+            from google.auth.transport.requests import Request
+        except ImportError:
+            return None
+
+        # If the user has named a file, a failure is about that file. Without one, there may simply be no credentials.
+        file = os.environ.get("GOOGLE_APPLICATION_CREDENTIALS")
+        try:
+            credentials = default_credentials(file)
+            if not credentials.valid:  # google-auth calls a token invalid from a few minutes before its end
+                credentials.refresh(Request())
+        except GoogleAuthError as error:
+            default_credentials.cache_clear()  # the next call finds a new file or sign-in
+            if isinstance(error, DefaultCredentialsError) and not file:
+                return None
+            reason = str(error.args[0]).partition("\n")[0].rstrip(". ")
+            raise StorageError(
+                f"Google gave no access token ({reason}); check GOOGLE_APPLICATION_CREDENTIALS, or sign in again "
+                "(gcloud auth application-default login)."
+            ) from None
+        expires_at: datetime | None = credentials.expiry and credentials.expiry.replace(tzinfo=timezone.utc)
+        return GoogleCredentials(credentials.token, expires_at)
 
     def obstore_config(self, bucket: str) -> dict[str, Any]:
         return {"base_url": self.endpoint_url} if self.endpoint_url else {}
-
-
-def _access_token() -> GoogleCredentials | None:
-    """Return a token from google-auth, for a service account, a sign-in with gcloud, or the machine's account.
-
-    Return None without google-auth, or if it finds no credentials. Raises StorageError if those that it finds cannot be
-    used.
-    """
-    try:
-        from google.auth.exceptions import DefaultCredentialsError, GoogleAuthError
-        from google.auth.transport.requests import Request
-    except ImportError:
-        return None
-
-    # If the user has named a file, a failure is about that file. Without one, there may simply be no credentials.
-    file = os.environ.get("GOOGLE_APPLICATION_CREDENTIALS")
-    try:
-        credentials = default_credentials(file)
-        if not credentials.valid:  # google-auth calls a token invalid from a few minutes before its end
-            credentials.refresh(Request())
-    except GoogleAuthError as error:
-        default_credentials.cache_clear()  # the next call finds a new file or sign-in
-        if isinstance(error, DefaultCredentialsError) and not file:
-            return None
-        reason = str(error.args[0]).partition("\n")[0].rstrip(". ")
-        raise StorageError(
-            f"Google gave no access token ({reason}); check GOOGLE_APPLICATION_CREDENTIALS, or sign in again "
-            "(gcloud auth application-default login)."
-        ) from None
-    expires_at: datetime | None = credentials.expiry and credentials.expiry.replace(tzinfo=timezone.utc)
-    return GoogleCredentials(credentials.token, expires_at)
 
 
 @cache
