@@ -35,9 +35,7 @@ from raytrain.monitor.stop_request import StopSignals
 from raytrain.runs.checkpoint_files import Identity, newest_checkpoint, newest_step
 from raytrain.runs.documents import (
     CONFIG,
-    STATUS,
     STOP_REQUEST,
-    SWEEP,
     is_run_file,
     new_name,
     read_config,
@@ -48,8 +46,8 @@ from raytrain.runs.documents import (
 from raytrain.runs.logs import STARTUP, DriverLog
 from raytrain.runs.metric_row import SkipLimit
 from raytrain.runs.ownership import RunClaim, claim_run
-from raytrain.runs.records import delete_run
-from raytrain.runs.status import RunStatus, parse_status, read_status, stored_status
+from raytrain.runs.records import delete_run, has_ended_without_step
+from raytrain.runs.status import RunStatus, read_status
 from raytrain.storage.scoped_keys import Scope
 from raytrain.training.weights_source import check_downloads
 
@@ -126,16 +124,10 @@ def settle_options(config: TrainConfig) -> TrainConfig:
     open_store(config.storage).check_writable()
     store = run_store(config.storage, name)
 
-    # A run that ended before its first step is replaced, because nothing of it can be resumed. A sweep never is, though
-    # it has no checkpoint: its trials have them.
-    if not config.resume and store.exists(CONFIG) and not store.exists(SWEEP):
-        written = read_json(store, STATUS)
-        status = parse_status(written)
-        # A run without a status may be about to write it, so it has not ended.
-        has_ended = bool(written) and (not stored_status(written).active or status.is_gone)
-        if has_ended and status.status != "finished" and not status.step and newest_checkpoint(store) is None:
-            _log.warning("Run %r has ended before its first step; a new one takes its place.", name)
-            delete_run(config.storage, name)
+    # A run that ended before its first step is replaced, because nothing of it can be resumed.
+    if not config.resume and has_ended_without_step(store):
+        _log.warning("Run %r has ended before its first step; a new one takes its place.", name)
+        delete_run(config.storage, name)
     _check_free(config, name, store)
 
     # Images within the run's folder would be deleted with it; a run within the images would be listed as images.

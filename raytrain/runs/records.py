@@ -12,7 +12,7 @@ from typing import Any, TypeVar, get_args
 from raytrain.config import TrainConfig
 from raytrain.config.option_values import matches
 from raytrain.errors import StorageError, UsageError, did_you_mean, option_name
-from raytrain.runs.checkpoint_files import list_checkpoints
+from raytrain.runs.checkpoint_files import list_checkpoints, newest_checkpoint
 from raytrain.runs.documents import (
     CLAIM,
     CONFIG,
@@ -39,7 +39,7 @@ from raytrain.runs.metrics_history import read_metrics, read_skipped
 from raytrain.runs.outcome import EndStatus, as_tuple
 from raytrain.runs.ownership import claim_run
 from raytrain.runs.provenance import Provenance, read_provenance
-from raytrain.runs.status import RunStatus, parse_status
+from raytrain.runs.status import RunStatus, parse_status, stored_status
 from raytrain.storage.store import Store, StoredObject
 
 T = TypeVar("T")
@@ -272,6 +272,20 @@ def tag_run(
     if changed != config:
         write_config(store, changed)
     return changed
+
+
+def has_ended_without_step(store: Store) -> bool:
+    """Return True if a run is there that has ended before its first step, so that nothing of it can be resumed.
+
+    It is never true of a sweep, which has no checkpoint: its trials have them.
+    """
+    if not store.exists(CONFIG) or store.exists(SWEEP):
+        return False
+    written = read_json(store, STATUS)
+    status = parse_status(written)
+    # A run without a status may be about to write it, so it has not ended.
+    has_ended = bool(written) and (not stored_status(written).active or status.is_gone)
+    return has_ended and status.status != "finished" and not status.step and newest_checkpoint(store) is None
 
 
 def delete_run(storage: str, name: str) -> tuple[int, list[str]]:
