@@ -135,7 +135,13 @@ def choose_options(config: TrainConfig, data: Dataset, *, needs_weights: bool = 
     config = with_chosen(config, network_options)
     chosen_weights = "weights" in network_options and "weights" in config.open_options
     if needs_weights and chosen_weights and config.weights is not None:
-        _check_weights(config)
+        try:
+            check_downloads(config.model, DEFAULT)
+        except StorageError as error:
+            raise StorageError(
+                f"Photographs are best learned from weights of ImageNet, and {str(error).rstrip('.')}, with --model; "
+                "or give --weights none to begin with random ones."
+            ) from None
 
     # Then how it is trained.
     network = look_at_network(config, images)
@@ -143,7 +149,18 @@ def choose_options(config: TrainConfig, data: Dataset, *, needs_weights: bool = 
     for line in lines_of_choice(config, images, {**network_options, **training_options}):
         _log.warning("%s", line)
     config = dataclasses.replace(with_chosen(config, training_options), open_options=())
-    return config if config.weights is None else _normalised_as_weights(config)
+
+    # Images are normalised as those with which the library's weights were trained, unless the user gives a mean or a
+    # deviation. Of a network of the user's own, or of grey images, nothing is known.
+    has_library_weights = config.weights is not None and not names_own_function(config.model) and config.channels == 3
+    if not has_library_weights or config.mean is not None or config.std is not None:
+        return config
+    mean, std = _MEAN, _STD
+    if (name := timm_name(config.model)) is not None:
+        from raytrain.training.networks.model import preprocessing_of_weights
+
+        mean, std = (preprocessing_of_weights(name, config.channels)[key] for key in ("mean", "std"))
+    return dataclasses.replace(config, mean=mean, std=std)
 
 
 def measure_images(config: TrainConfig, data: Dataset) -> Images:
@@ -190,7 +207,13 @@ def choose_network(config: TrainConfig, images: Images) -> dict[str, Any]:
     # another first layer for grey images, which the weights do not fit.
     model = chosen.get("model", config.model)
     library_fits = not names_own_function(model) and (config.channels == 3 or timm_name(model) is not None)
-    chosen["weights"] = DEFAULT if library_fits and not _is_small(config, images) and _has_weights(model) else None
+    has_weights = library_fits and not _is_small(config, images)  # torchvision has some for all of its networks
+    if has_weights and (name := timm_name(model)) is not None:
+        from timm.models import get_pretrained_cfg
+
+        pretrained = get_pretrained_cfg(name)
+        has_weights = pretrained is not None and bool(pretrained.has_weights)
+    chosen["weights"] = DEFAULT if has_weights else None
     return chosen
 
 
@@ -391,42 +414,6 @@ def with_chosen(config: TrainConfig, chosen: Mapping[str, Any]) -> TrainConfig:
     """Return the options with the values of ``chosen`` for those that are open; what the user gave stays."""
     taken = {name: value for name, value in chosen.items() if _is_open(config, name)}
     return dataclasses.replace(config, **taken)
-
-
-def _normalised_as_weights(config: TrainConfig) -> TrainConfig:
-    """Return the options with the mean and deviation with which the library's weights were trained.
-
-    They are unchanged if they give a mean or a deviation, a network of the user's own, or grey images.
-    """
-    if names_own_function(config.model) or config.channels != 3 or config.mean is not None or config.std is not None:
-        return config
-    mean, std = _MEAN, _STD
-    if (name := timm_name(config.model)) is not None:
-        from raytrain.training.networks.model import preprocessing_of_weights
-
-        mean, std = (preprocessing_of_weights(name, config.channels)[key] for key in ("mean", "std"))
-    return dataclasses.replace(config, mean=mean, std=std)
-
-
-def _check_weights(config: TrainConfig) -> None:
-    """Raise StorageError, which says what to give instead, if the weights cannot be downloaded."""
-    try:
-        check_downloads(config.model, DEFAULT)
-    except StorageError as error:
-        raise StorageError(
-            f"Photographs are best learned from weights of ImageNet, and {str(error).rstrip('.')}, with --model; or "
-            "give --weights none to begin with random ones."
-        ) from None
-
-
-def _has_weights(model: str) -> bool:
-    """Return whether the library of ``model`` has weights for it."""
-    if (name := timm_name(model)) is None:  # torchvision has weights for all of its networks
-        return True
-    from timm.models import get_pretrained_cfg
-
-    pretrained = get_pretrained_cfg(name)
-    return pretrained is not None and bool(pretrained.has_weights)
 
 
 def _is_small(config: TrainConfig, images: Images) -> bool:
