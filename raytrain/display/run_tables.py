@@ -34,7 +34,8 @@ from raytrain.display.console import (
 from raytrain.display.curves import comparison_plots, curve_heading, curve_plots
 from raytrain.display.event_text import event_text, shown_summary
 from raytrain.errors import flag, format_count, shell_command
-from raytrain.experiments.compare import SortKey, compare_records, compared_by, last_row
+from raytrain.experiments.best_metric import best_metric_of
+from raytrain.experiments.compare import SortKey, compare_records, last_row
 from raytrain.experiments.sweep_plan import parse_sweep, sweep_command
 from raytrain.monitor.snapshot import Snapshot
 from raytrain.runs.documents import CHECKPOINTS, plain
@@ -349,7 +350,7 @@ def result_page(config: TrainConfig, result: TrainResult, best: tuple[float, str
         facts["test"] = f"accuracy {result.test_accuracy:.4f}{loss}, of the best checkpoint"
     if best is not None:
         score, path = best
-        value = -score if compared_by(config).is_lower_better else score
+        value = -score if best_metric_of(config).is_lower_better else score
         metric = f"; {metric_name(config.best_metric)} {value:.4f}" if math.isfinite(value) else ""
         facts["best"] = f"{path}, which the commands below use{metric}"
 

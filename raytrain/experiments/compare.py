@@ -8,7 +8,6 @@ import os
 import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -16,13 +15,12 @@ from raytrain.config import TrainConfig
 from raytrain.config.option_marks import Mark
 from raytrain.config.option_values import Location
 from raytrain.config.options import options_with
-from raytrain.errors import RaytrainError, UsageError, shell_command
-from raytrain.experiments.scaling import ACCURACY, Compared
+from raytrain.errors import UsageError, shell_command
+from raytrain.experiments.best_metric import best_metric_of
 from raytrain.experiments.trials import names_of
 from raytrain.runs.documents import CONFIG, run_store
 from raytrain.runs.metric_row import MetricRow, own_metrics
 from raytrain.runs.records import RunInfo, RunRecord, read_run
-from raytrain.training.metrics.evaluation_metrics import is_lower_better
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +102,7 @@ def compare_records(records: Sequence[RunRecord]) -> list[ComparedRun]:
         speeds = [row.images_per_s for row in rows if row.kind == "step" and row.images_per_s is not None]
         # Not every step has a row, so the run may have stopped after the last one.
         steps = max(record.status.step, rows[-1].step if rows else 0)
-        metric = compared_by(record.config)
+        metric = best_metric_of(record.config)
         values_or_none = [row.metrics.get(metric.name) for row in rows if row.kind == "evaluation"]
         measured = [value for value in values_or_none if value is not None and not math.isnan(value)]
         compared.append(
@@ -126,21 +124,6 @@ def compare_records(records: Sequence[RunRecord]) -> list[ComparedRun]:
             )
         )
     return compared
-
-
-def compared_by(config: TrainConfig | None) -> Compared:
-    """Return the metric of ``--best`` of a run; the accuracy if its options cannot be read, so ``config`` is None.
-
-    If the metric's class cannot be imported, such as one of torchmetrics on a machine without it, larger is better.
-
-    Example: ``compared_by(record.config).score(0.5)``
-    """
-    if config is None:
-        return ACCURACY
-    is_lower = False
-    with suppress(RaytrainError, ImportError):
-        is_lower = is_lower_better(config.best_metric, config)
-    return Compared(config.best_metric, is_lower)
 
 
 SortKey = Literal["heartbeat", "name", "recipe", "status", "step", "best", "accuracy", "time", "cost"]
@@ -181,7 +164,7 @@ def sort_runs(runs: Sequence[RunInfo], key: SortKey) -> list[RunInfo]:
         """Return what runs are sorted by. It begins with True for a run without a value, which comes last."""
         if run.best_value is None:
             return True, 0, "", 0.0
-        metric = compared_by(run.config)
+        metric = best_metric_of(run.config)
         return False, -frequency[metric.name], metric.name, -metric.score(run.best_value)
 
     return sorted(runs, key=rank)

@@ -15,40 +15,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from raytrain.config.evaluation import is_fraction
+from raytrain.experiments.best_metric import ACCURACY, BestMetric
 from raytrain.runs.metric_row import Kind, MetricRow
 
 _TARGET_MARGIN = 0.05  # by which the target is worse than the best final value
 _WARM_UP_FRACTION = 0.1  # of the steps; their speed does not count
-
-
-class Compared(NamedTuple):
-    """The metric of ``--best``, by which runs are compared: its name, and whether a smaller value is the better one.
-
-    Example: ``Compared("loss", is_lower_better=True).score(0.5) == -0.5``
-    """
-
-    name: str = "accuracy"
-    is_lower_better: bool = False
-
-    @property
-    def better(self) -> str:
-        """``smaller`` or ``larger``: which of two values is the better one."""
-        return "smaller" if self.is_lower_better else "larger"
-
-    @property
-    def is_fraction(self) -> bool:
-        """True if no value lies above 1."""
-        return is_fraction(self.name)
-
-    def score(self, value: float) -> float:
-        """Return a number that is larger for a better ``value``; NaN has the lowest, -inf."""
-        if math.isnan(value):
-            return -math.inf
-        return -value if self.is_lower_better else value
-
-
-ACCURACY = Compared()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +85,7 @@ def scaling(
     histories: Mapping[str, Sequence[MetricRow]],
     target: float | None = None,
     values: Mapping[str, Any] | None = None,
-    metric: Compared = ACCURACY,
+    metric: BestMetric = ACCURACY,
 ) -> Scaling:
     """Compare ``runs`` by ``histories``, which has the rows of each finished run by its name.
 
@@ -159,7 +130,7 @@ def scaling(
     )
 
 
-def default_target(histories: Iterable[Sequence[MetricRow]], metric: Compared = ACCURACY) -> float | None:
+def default_target(histories: Iterable[Sequence[MetricRow]], metric: BestMetric = ACCURACY) -> float | None:
     """Return a value 5 % worse than the best final one, so that most runs reach it; None if no run was evaluated."""
     evaluations = [curve(rows, "evaluation", metric.name) for rows in histories]
     final = [measured.values[-1] for measured in evaluations if measured.values]
@@ -191,7 +162,7 @@ def images_per_s(rows: Sequence[MetricRow]) -> float | None:
     return statistics.median(speeds) if speeds else None
 
 
-def seconds_to(target: float, measured: Curve, metric: Compared = ACCURACY) -> float | None:
+def seconds_to(target: float, measured: Curve, metric: BestMetric = ACCURACY) -> float | None:
     """Return the seconds of training until ``target`` was reached first; None if it never was.
 
     They are interpolated between the first measurement that reaches it and the one before, if there is one.

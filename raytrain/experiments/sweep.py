@@ -160,10 +160,11 @@ def check_compared(trial: Trial) -> None:
     The trials of a sweep may have different values of --best, and so measure different metrics. A trial without the
     metric of the sweep would count as one that was never evaluated.
     """
-    if trial.metric not in measured_metrics(trial.config):
+    metric = trial.metric.name
+    if metric not in measured_metrics(trial.config):
         raise UsageError(
-            f"--best {trial.metric} compares the trials, and those with {as_typed(trial.values)} do not measure it; "
-            f"add --metrics {trial.metric}, or compare them by another metric."
+            f"--best {metric} compares the trials, and those with {as_typed(trial.values)} do not measure it; add "
+            f"--metrics {metric}, or compare them by another metric."
         )
 
 

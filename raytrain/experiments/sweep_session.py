@@ -17,8 +17,9 @@ from typing import Any, cast
 
 from raytrain.config import ResolvedConfig
 from raytrain.errors import RaytrainError, TrainingFailed, UsageError, format_count
+from raytrain.experiments.best_metric import BestMetric
 from raytrain.experiments.optuna_study import SweepStudy
-from raytrain.experiments.scaling import Compared, Scaling, Size, default_target, scaling
+from raytrain.experiments.scaling import Scaling, Size, default_target, scaling
 from raytrain.experiments.search_space import Point, parse
 from raytrain.experiments.sweep_plan import PLAN, Sweep, write_sweep
 from raytrain.experiments.sweep_result import SweepResult, SweepSnapshot, mean_of_folds, message_of_sweep
@@ -103,7 +104,7 @@ class SweepSession:
 
         # Trials are compared while they train. Those that train one by one are measured at their end.
         stops_by_median = early_stopping and planned.pruner is None and not planned.trains_alone
-        metric = Compared(examples[0].metric, examples[0].is_lower_better)
+        metric = examples[0].metric
         study = self._open_study(metric, num_epochs, trials)
         early = EarlyStopping(num_epochs if stops_by_median else 0)  # 0 epochs: it never stops a trial
         self._judge = Judge(metric, early, study)
@@ -161,7 +162,7 @@ class SweepSession:
             )
         return [",".join(numbers[first : first + workers]) for first in range(0, self._at_once * workers, workers)]
 
-    def _open_study(self, metric: Compared, num_epochs: int, trials: Sequence[Trial]) -> SweepStudy | None:
+    def _open_study(self, metric: BestMetric, num_epochs: int, trials: Sequence[Trial]) -> SweepStudy | None:
         """Return the study of a sweep that uses Optuna, with the points of all ``trials``; None for other sweeps.
 
         If the sweep resumes, the study is restored from its log. A log that does not fit the sweep is not used, which

@@ -121,8 +121,8 @@ def stored_result(trial: Trial) -> TrialResult:
         name=trial.name,
         values=trial.values,
         run_dir=store.url,
-        metric=trial.metric,
-        is_lower_better=trial.is_lower_better,
+        metric=trial.metric.name,
+        is_lower_better=trial.metric.is_lower_better,
     )
     if not store.exists(CONFIG):
         return waiting

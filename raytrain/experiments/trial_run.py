@@ -8,8 +8,8 @@ import statistics
 import threading
 
 from raytrain.errors import RaytrainError
+from raytrain.experiments.best_metric import BestMetric
 from raytrain.experiments.optuna_study import SweepStudy
-from raytrain.experiments.scaling import Compared
 from raytrain.experiments.trial_results import TrialResult, is_over, is_stopped_early, stored_result
 from raytrain.experiments.trials import Trial
 from raytrain.launch.prepare import Loop, RunGroup, TrainRequest
@@ -66,7 +66,7 @@ class Judge:
         study: the sweep's study in Optuna, which learns what the trials measure; None if the sweep uses no Optuna.
     """
 
-    def __init__(self, metric: Compared, early: EarlyStopping, study: SweepStudy | None) -> None:
+    def __init__(self, metric: BestMetric, early: EarlyStopping, study: SweepStudy | None) -> None:
         self.metric = metric
         self.study = study
         self._early = early
@@ -168,7 +168,7 @@ class TrialRun:
         # A snapshot has the rows since the one before, or, from row 0 on, those that replace them.
         if snapshot.first_row == 0:
             self._evaluations.clear()
-        metric = self.trial.metric
+        metric = self.trial.metric.name
         for row in snapshot.rows:
             if row.kind != "evaluation" or row.step == 0:
                 continue

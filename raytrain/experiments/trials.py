@@ -9,6 +9,7 @@ from typing import Any
 
 from raytrain.config import TrainConfig
 from raytrain.errors import UsageError, option_name
+from raytrain.experiments.best_metric import BestMetric
 from raytrain.experiments.search_space import Point, outermost_points, parse
 from raytrain.experiments.sweep_plan import Sweep, parse_sweep, read_sweep
 from raytrain.runs.documents import CONFIG, SWEEP, check_name, open_run, read_json, run_store
@@ -20,15 +21,13 @@ from raytrain.training.metrics.evaluation_metrics import is_lower_better
 class Trial:
     """One run of a sweep: its name, its ``values`` of the varied options, and all of its options, ``config``.
 
-    ``metric`` is the metric of ``--best``, by which the sweep compares trials; with ``is_lower_better``, the smaller
-    value is the better one.
+    ``metric`` is the metric of ``--best``, by which the sweep compares trials.
     """
 
     name: str
     values: Point
     config: TrainConfig
-    metric: str = "accuracy"
-    is_lower_better: bool = False
+    metric: BestMetric
 
     @property
     def store(self) -> Store:
@@ -91,8 +90,8 @@ def trial_of(sweep: Sweep, config: TrainConfig, name: str, number: int, point: P
     values: dict[str, Any] = {"workers": 1 if config.workers == "auto" else config.workers, **point}
     # --max-cost limits the whole sweep, which checks it itself.
     options = dataclasses.replace(config, **values, name=trial_name, resume=False, max_cost=None)
-    metric = config.best_metric
-    return Trial(trial_name, point, options.scaled_to(int(options.workers)), metric, is_lower_better(metric, config))
+    metric = BestMetric(config.best_metric, is_lower_better(config.best_metric, config))
+    return Trial(trial_name, point, options.scaled_to(int(options.workers)), metric)
 
 
 def trial_names(sweep: Sweep, name: str) -> list[str]:

@@ -14,7 +14,7 @@ import pytest
 import raytrain
 from raytrain import TrainConfig, UsageError, recipes
 from raytrain.cli.commands import COMMANDS
-from raytrain.experiments.scaling import Compared
+from raytrain.experiments.best_metric import BestMetric
 from raytrain.experiments.sweep import sweep
 from raytrain.experiments.sweep_plan import plan_sweep, write_sweep
 from raytrain.experiments.trial_results import best_first, is_over, stored_result
@@ -131,7 +131,7 @@ def test_no_trial_is_compared_after_half_of_the_epochs() -> None:
 
 
 def test_a_trial_whose_metric_is_nan_is_worse_than_any_other_and_no_measure_for_it() -> None:
-    judge = Judge(Compared("loss", is_lower_better=True), EarlyStopping(num_epochs=16), study=None)
+    judge = Judge(BestMetric("loss", is_lower_better=True), EarlyStopping(num_epochs=16), study=None)
     assert not judge.judge_value(0, "nan", 2, math.nan), "it is the first"
     assert not judge.judge_value(1, "poor", 2, 9.0)
     assert judge.judge_value(2, "nan too", 2, math.nan)

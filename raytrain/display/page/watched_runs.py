@@ -16,9 +16,9 @@ from raytrain.data.labels.manifest import Manifest
 from raytrain.display.page.feed import RunFeed
 from raytrain.display.run_tables import resume_heading, run_info_json
 from raytrain.errors import RaytrainError, StorageError, shell_command
-from raytrain.experiments.compare import compared_by, not_compared
+from raytrain.experiments.best_metric import BestMetric, best_metric_of
+from raytrain.experiments.compare import not_compared
 from raytrain.experiments.find_rate import stored_suggestion
-from raytrain.experiments.scaling import Compared
 from raytrain.experiments.trials import names_of
 from raytrain.monitor.run_reader import RunReader
 from raytrain.monitor.snapshot import Snapshot
@@ -117,7 +117,7 @@ class WatchedRuns:
         store = run_store(self.storage, name)
         documents: dict[str, Any] = {
             "config": None,
-            "metric": _metric_json(compared_by(None)),
+            "metric": _metric_json(best_metric_of(None)),
             "not_compared": sorted(not_compared()),
             "made_of": "",
             "heartbeat_at": "",
@@ -132,7 +132,7 @@ class WatchedRuns:
         with suppress(RaytrainError, FileNotFoundError):
             config = read_config(store, ignore)
             documents["config"] = config
-            documents["metric"] = _metric_json(compared_by(config))
+            documents["metric"] = _metric_json(best_metric_of(config))
             documents["not_compared"] = sorted(not_compared().union(read_unused_options(store)))
             if attempts := read_provenance(store):
                 documents["made_of"], began_at = attempts[-1].summary(), attempts[0].started_at
@@ -325,7 +325,7 @@ class HomeRuns(StoredRuns):
 
         entries: list[dict[str, Any]] = []
         for number, run in enumerate(runs):
-            metric = compared_by(run.config)
+            metric = best_metric_of(run.config)
             measured = self._measured(run, metric) if number < _NUM_CURVES else _Measured([], None)
             prefix = prefix_of[run.name]
             entries.append(
@@ -339,7 +339,7 @@ class HomeRuns(StoredRuns):
             )
         return {"storage": self.storage, "left_out": left_out, "runs": entries}
 
-    def _measured(self, run: RunInfo, metric: Compared) -> _Measured:
+    def _measured(self, run: RunInfo, metric: BestMetric) -> _Measured:
         """Return the values of ``metric`` in the last 200 evaluations of a run, and the best value of all evaluations.
 
         The history is read again if the run has a new heartbeat, or if the last read failed.
@@ -368,6 +368,6 @@ def _sweep_name(run: str) -> str | None:
     return match[1] if match else None
 
 
-def _metric_json(metric: Compared) -> dict[str, Any]:
+def _metric_json(metric: BestMetric) -> dict[str, Any]:
     """Return the metric of ``--best`` as plain values: ``name``, ``is_lower_better`` and ``is_fraction``."""
     return {**metric._asdict(), "is_fraction": metric.is_fraction}
