@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from raytrain.errors import RaytrainError
 from raytrain.launch.coordinator import Coordinator
-from raytrain.launch.local.local_launch import CallAddress, Caller, CallServer
+from raytrain.launch.local.calls import CallAddress, Caller, CallServer
 from raytrain.storage.open import open_store
 from raytrain.training import waiting
 from raytrain.training.batches.batch import Batch

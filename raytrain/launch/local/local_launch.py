@@ -1,22 +1,15 @@
-"""The workers of a run on this machine without Ray: torch's elastic agent starts them, they report over a socket."""
+"""The workers of a run on this machine without Ray: torch's elastic agent, in a process of its own, starts them."""
 
 from __future__ import annotations
 
 import os
 import pickle
-import secrets
 import signal
-import socket
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener
-from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from dataclasses import dataclass
 
 import psutil
 
@@ -25,6 +18,7 @@ from raytrain.data.dataset import Dataset
 from raytrain.errors import CoordinatorLost, RaytrainError, current_folder, some_of
 from raytrain.launch.coordinator import Coordinator
 from raytrain.launch.debugger import terminal_of_command
+from raytrain.launch.local.calls import CallAddress, CallServer, calls_of_workers
 from raytrain.launch.placement import machine_hardware, place
 from raytrain.launch.prepare import PreparedRun
 from raytrain.launch.shared_images import SharedImages
@@ -36,8 +30,6 @@ from raytrain.runs.outcome import failure_sentence
 from raytrain.storage.temporary_files import TemporaryFolder
 from raytrain.training.run_spec import RunSpec
 
-P = ParamSpec("P")
-T = TypeVar("T")
 _AGENT = "raytrain.launch.local.agent"
 _MAX_SOCKET_FOLDER = 90  # bytes; the path of a socket may have 104, on Linux 108
 
@@ -237,101 +229,3 @@ def note_on_detached(processes: Sequence[psutil.Process]) -> Note:
         f"the loop has started {some_of(names)} in a session of its own, which runs on; `kill PROCESS` ends it, and "
         "without start_new_session=True a process ends with the run"
     )
-
-
-@dataclass(frozen=True)
-class CallAddress:
-    """The path of the socket where calls are answered, and the key that a caller must know, which is never printed."""
-
-    path: str
-    key: bytes = field(repr=False)
-
-
-def calls_of_workers(coordinator: Coordinator) -> list[Callable[..., object]]:
-    """Return the methods of ``coordinator`` that workers and the agent may call."""
-    return [
-        # The beginning and the end of the workers.
-        coordinator.note_start,
-        coordinator.note_checked,
-        coordinator.conclude,
-        coordinator.give_up,
-        coordinator.note_worker_failure,
-        coordinator.note_lost_workers,
-        # Training.
-        coordinator.record,
-        coordinator.flush,
-        coordinator.note_event,
-        coordinator.note_machine_use,
-        coordinator.note_wait,
-        coordinator.note_debugger,
-        coordinator.replace_suspicious_labels,
-        coordinator.wait_for_stop_request,
-        # Reading and decoding.
-        coordinator.note_skipped,
-        coordinator.note_retries,
-        coordinator.note_decoded_on_cpu,
-        # Records of loggers.
-        coordinator.add_printed,
-    ]
-
-
-class CallServer:
-    """Answers calls of ``methods`` by their names at a socket in ``folder``, each connection in a thread of its own.
-
-    A :class:`Caller` makes such calls. ``address`` is what it needs. An exception of a method is sent to the caller.
-    """
-
-    def __init__(self, folder: Path, methods: Iterable[Callable[..., object]]) -> None:
-        self.address = CallAddress(str(folder / "calls"), secrets.token_bytes(32))
-        self._methods = {method.__name__: method for method in methods}
-        self._closed = False
-        self._listener = Listener(self.address.path, family="AF_UNIX", backlog=64, authkey=self.address.key)
-        self._thread = threading.Thread(target=self._accept, daemon=True, name="calls")
-        self._thread.start()
-
-    def close(self) -> None:
-        """Accept no further connection. Those that are open end with their callers."""
-        self._closed = True
-        # Connect once to wake the thread that accepts connections.
-        with suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
-            connection.connect(self.address.path)
-        self._thread.join()
-        self._listener.close()
-
-    def _accept(self) -> None:
-        """Accept connections until this is closed, and serve each in a thread of its own."""
-        while not self._closed:
-            with suppress(OSError, EOFError, AuthenticationError):  # the caller is gone, or does not know the key
-                connection = self._listener.accept()
-                threading.Thread(target=self._serve, args=(connection,), daemon=True, name="call").start()
-
-    def _serve(self, connection: Connection) -> None:
-        """Call the methods that a caller names, and send back the result or the exception of each, until it ends."""
-        with connection, suppress(OSError, EOFError):  # the caller ends
-            while True:
-                name, arguments, options = connection.recv()
-                try:
-                    answer = (self._methods[name](*arguments, **options), None)
-                except Exception as error:
-                    answer = (None, error)
-                connection.send(answer)
-
-
-class Caller:
-    """A connection to a :class:`CallServer`. Its calls may come from several threads, and wait for each other."""
-
-    def __init__(self, address: CallAddress) -> None:
-        self._connection = Client(address.path, authkey=address.key)
-        self._lock = threading.Lock()
-
-    def __call__(self, method: Callable[Concatenate[Any, P], T], *arguments: P.args, **options: P.kwargs) -> T:
-        """Call ``method`` of the server's object; return its result, or raise its exception.
-
-        Example: ``call(Coordinator.note_event, Note("worker 1 waits"))``
-        """
-        with self._lock:
-            self._connection.send((method.__name__, arguments, options))
-            answer, error = self._connection.recv()
-        if error is not None:
-            raise error
-        return answer
