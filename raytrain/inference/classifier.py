@@ -36,7 +36,7 @@ from raytrain.training.batches.augment_and_normalise import Augment
 from raytrain.training.checkpoint import read_checkpoint
 from raytrain.training.evaluation import with_views
 from raytrain.training.metrics.evaluation_metrics import DEFAULT_THRESHOLD
-from raytrain.training.networks.model import build_model
+from raytrain.training.networks.model import model_of
 
 if TYPE_CHECKING:
     from raytrain.training.run import Run
@@ -80,10 +80,7 @@ class Classifier(nn.Module):
         self.checkpoint = checkpoint
         self.mean, self.std, self.precision = config.mean, config.std, config.precision
         self.test_views: Set[TestView] = frozenset(config.test_views)
-        size = config.full_image_size
-        self.network = network or build_model(
-            config.model, len(classes), config.channels, config.seed, size, config.model_options
-        )
+        self.network = network or model_of(config, len(classes))
         self._augment = Augment(config)  # used only to resize and normalise images as for validation
         if config.precision == "float64":
             self.network.double()

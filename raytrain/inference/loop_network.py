@@ -26,7 +26,7 @@ from raytrain.runs.outcome import Progress
 from raytrain.storage.temporary_files import TemporaryFolder
 from raytrain.training.checkpoint_state import MEASURED
 from raytrain.training.metrics.prepared_metrics import is_metric
-from raytrain.training.networks.model import build_model, initialise_lazy_layers
+from raytrain.training.networks.model import initialise_lazy_layers, model_of
 from raytrain.training.networks.weight_average import WeightAverage
 from raytrain.training.optimisation import build_optimizer, build_scheduler
 from raytrain.training.random_numbers import kept_generators
@@ -64,10 +64,7 @@ class _Preparing:
         return len(self.classes)
 
     def build_model(self) -> nn.Module:
-        config = self.config
-        return build_model(
-            config.model, self.num_classes, config.channels, config.seed, config.full_image_size, config.model_options
-        )
+        return model_of(self.config, self.num_classes)
 
     def build_optimizer(self, model: nn.Module) -> Any:
         return build_optimizer(self.config, model, self.num_classes)

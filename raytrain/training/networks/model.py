@@ -89,6 +89,12 @@ def build_model(
     return model
 
 
+def model_of(config: TrainConfig, num_classes: int) -> nn.Module:
+    """Return the network that the options name, newly initialised; see :func:`build_model`."""
+    size, options = config.full_image_size, config.model_options
+    return build_model(config.model, num_classes, config.channels, config.seed, size, options)
+
+
 def _make_with_options(name: str, options: Mapping[str, Any], make: Callable[[], Any]) -> Any:
     """Return the result of ``make``, which has a library build the network ``name`` with the user's ``options``.
 

@@ -20,7 +20,7 @@ from raytrain.data.labels.listing import first_names
 from raytrain.errors import UsageError, did_you_mean, some_of
 from raytrain.training.checkpoint import checkpoint_in
 from raytrain.training.exact import batchnorm
-from raytrain.training.networks.model import build_model, build_pretrained
+from raytrain.training.networks.model import build_pretrained, model_of
 from raytrain.training.networks.weight_names import named_as_in_network
 from raytrain.training.weights_source import (
     DEFAULT,
@@ -78,9 +78,7 @@ def initial_weights(config: TrainConfig, classes: Sequence[str], first_step: int
 
     # Find the head in a network with as many outputs as the file has classes: layers are found by their outputs.
     num_outputs = len(classes if classes_of_file is None else classes_of_file)
-    model = build_model(
-        config.model, num_outputs, config.channels, config.seed, config.full_image_size, config.model_options
-    )
+    model = model_of(config, num_outputs)
     head = _head_weights(model, num_outputs)
     weights, note = named_as_in_network(weights, model.state_dict(), head, f"--weights {config.weights}")
     if classes_of_file not in (None, tuple(classes)):
@@ -174,9 +172,7 @@ def notes_on_weights(config: TrainConfig, classes: Sequence[str], weights: Mappi
     notes = [weights.note] if weights.note else []
     if weights.name_classes:
         return notes
-    model = build_model(
-        config.model, len(classes), config.channels, config.seed, config.full_image_size, config.model_options
-    )
+    model = model_of(config, len(classes))
     expected = model.state_dict()
     head = _head_weights(model, len(classes))
     if head and all(name in weights and weights[name].shape == expected[name].shape for name in head):
@@ -193,11 +189,9 @@ def initial_model(config: TrainConfig, num_classes: int, weights: Mapping[str, T
     """Return the network that ``config`` names, with ``weights``, or with weights that depend on the seed if None.
 
     If the head in ``weights`` has another shape or is missing, the seed decides the head. Raises UsageError with the
-    differences if anything else does not match, and whatever :func:`build_model` raises.
+    differences if anything else does not match, and what :func:`model_of` raises.
     """
-    model = build_model(
-        config.model, num_classes, config.channels, config.seed, config.full_image_size, config.model_options
-    )
+    model = model_of(config, num_classes)
     if weights is None:
         return model
     # The head is new if the weights are for other classes. All other weights must fit, because otherwise the run would
