@@ -17,7 +17,7 @@ from PIL import Image, ImageDraw, ImageFont
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
-from raytrain.display.run_tables import try_next
+from raytrain.display.result_page import try_next
 from raytrain.errors import UsageError, format_count
 from raytrain.runs.outcome import TrainResult
 from raytrain.storage.folder import explain_os_error

@@ -1,10 +1,9 @@
-"""Runs as tables: the list, one run's page and log, several runs side by side, and runs as JSON."""
+"""Runs as tables: the list, one run's page, several runs side by side, and runs as JSON."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -13,8 +12,6 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
-from raytrain.config import TrainConfig
-from raytrain.config.named_functions import names_own_function
 from raytrain.data.labels.listing import lost_files
 from raytrain.display.console import (
     UNKNOWN,
@@ -32,16 +29,14 @@ from raytrain.display.console import (
     status_style,
 )
 from raytrain.display.curves import comparison_plots, curve_heading, curve_plots
-from raytrain.display.event_text import event_text, shown_summary
-from raytrain.errors import flag, format_count, shell_command
-from raytrain.experiments.best_metric import best_metric_of
+from raytrain.display.event_text import shown_summary
+from raytrain.display.result_page import command_line, is_resumed
+from raytrain.errors import format_count, shell_command
 from raytrain.experiments.compare import SortKey, compare_records, last_row
 from raytrain.experiments.sweep_plan import parse_sweep, sweep_command
-from raytrain.monitor.snapshot import Snapshot
-from raytrain.runs.documents import CHECKPOINTS, plain
-from raytrain.runs.logs import StoredLog
+from raytrain.runs.documents import plain
 from raytrain.runs.metric_row import own_metrics
-from raytrain.runs.outcome import StopReason, TrainResult, resume_command, train_command
+from raytrain.runs.outcome import train_command
 from raytrain.runs.records import RunInfo, RunRecord
 from raytrain.runs.redact import one_line
 
@@ -52,7 +47,6 @@ _LEFT = ("name", "trial", "recipe", "status", "tags")  # columns of words, which
 _LESS_IMPORTANT = ("time", "step", "tags", "recipe", "heartbeat", "epoch", "last\naccuracy")
 """Columns that are left out if there is no room, the first one first."""
 _WIDE = 1000  # characters: wider than any table
-_STREAMS = {"out": "standard output", "err": "standard error", "log": "output and log"}
 _MAX_HEADINGS = 44  # characters: longer names, all together, do not fit into 80 columns
 _RESULTS = {
     "status": ("status", ""),
@@ -261,14 +255,9 @@ def _rows_of_summary(summary: Mapping[str, Any]) -> dict[str, Any]:
     rows = shown_summary(summary)
     if not rows.get("num_decoded_on_cpu"):  # 0 would be wrong: without a GPU that decodes, CPUs decode all images
         rows.pop("num_decoded_on_cpu", None)
-    if not _is_resumed(rows.get("seconds"), rows.get("total_seconds")):
+    if not is_resumed(rows.get("seconds"), rows.get("total_seconds")):
         rows.pop("total_seconds", None)
     return rows
-
-
-def _is_resumed(seconds: object, total_seconds: object) -> bool:
-    """Return whether a run took ``total_seconds`` over several attempts, of which the last one took ``seconds``."""
-    return isinstance(seconds, float) and isinstance(total_seconds, float) and total_seconds > seconds + 1
 
 
 def comparison_page(records: Sequence[RunRecord]) -> RenderableType:
@@ -316,137 +305,6 @@ def comparison_page(records: Sequence[RunRecord]) -> RenderableType:
 def _letter(number: int) -> str:
     """Return the name of a column by its number: A, B, … Z, AA, AB, …"""
     return ("" if number < 26 else _letter(number // 26 - 1)) + chr(ord("A") + number % 26)
-
-
-def result_page(config: TrainConfig, result: TrainResult, best: tuple[float, str] | None = None) -> RenderableType:
-    """Return how a run ended, and commands for what to do next: to resume it if it is not finished, and to use it.
-
-    ``best`` is the score and the path of its best checkpoint, None if it has none. A score is the value of the metric
-    of --best, negated if smaller values are better.
-    """
-    # Progress, time, the last checkpoint and the last evaluation.
-    counts = {"step": result.steps, "epoch": round(result.epochs, 2), "image": result.samples_seen}
-    steps = ", ".join(format_count(count, noun) for noun, count in counts.items())
-    startup = f", of which {format_duration(result.startup_seconds)} to start" if result.startup_seconds else ""
-    is_resumed = _is_resumed(result.seconds, result.total_seconds)
-    earlier = f"; with earlier attempts {format_duration(result.total_seconds or 0.0)}" if is_resumed else ""
-    newest = "no checkpoint" if result.checkpoint is None else f"{CHECKPOINTS}{result.checkpoint.rpartition('/')[2]}"
-    measured = {"validation accuracy": result.validation_accuracy, "validation loss": result.validation_loss}
-    last_values = ", ".join(f"{name} {value:.4f}" for name, value in measured.items() if value is not None)
-    facts: dict[str, object] = {
-        "name": result.name,
-        "status": f"{result.status} after {steps} on {format_count(result.num_workers, 'worker')}",
-        "time": format_duration(result.seconds) + startup + earlier,
-        "last": newest + (f"; measured last: {last_values}" if last_values else ""),
-    }
-
-    # Costs, the test images, and the best checkpoint.
-    if result.dollars is not None:
-        facts["cost"] = format_dollars(result.dollars)
-    if result.gpu_kwh is not None:
-        facts["energy"] = f"{result.gpu_kwh:.3f} kWh of the GPUs"
-    if result.test_accuracy is not None:
-        loss = "" if result.test_loss is None else f", loss {result.test_loss:.4f}"
-        facts["test"] = f"accuracy {result.test_accuracy:.4f}{loss}, of the best checkpoint"
-    if best is not None:
-        score, path = best
-        value = -score if best_metric_of(config).is_lower_better else score
-        metric = f"; {metric_name(config.best_metric)} {value:.4f}" if math.isfinite(value) else ""
-        facts["best"] = f"{path}, which the commands below use{metric}"
-
-    # Unusual things, each only if there is any, and the folder of the run.
-    summary = shown_summary(result.summary())
-    further = ("num_skipped", "num_retries", "num_decoded_on_cpu", "stop_reason", "error", "run_dir")
-    facts |= {name: summary[name] for name in further if summary[name]}
-    lines: list[RenderableType] = [key_value_table(facts)]
-
-    # Commands for what to do next. They trust the user's own code, which the user has just run.
-    if result.status != "finished":
-        command = resume_command(dataclasses.replace(config, name=result.name))
-        lines += [Text(f"\n{resume_heading('Resume', result.stop_reason)}"), command_line(command)]
-    if best is not None and result.status != "failed":
-        trust = any(map(names_own_function, (config.model, config.loop)))
-        lines.append(try_next(result.name, config.storage, trust=trust))
-    return Group(*lines)
-
-
-def resume_heading(verb: str, reason: StopReason | None) -> str:
-    """Return the line above the command that resumes a run or a sweep; if a limit has stopped it, name its option.
-
-    ``verb`` begins the line, and ``reason`` is why the run or the sweep has stopped.
-
-    Example: ``resume_heading("Resume", None) == "Resume with"``
-    """
-    if reason and reason.kind == "cost":
-        return f"{verb} with a higher --max-cost added to"
-    if reason and reason.option:
-        return f"{verb} with another {flag(reason.option)}, or none, added to"
-    return f"{verb} with"
-
-
-def try_next(name: str, storage: str, data: str | None = None, *, trust: bool = False) -> RenderableType:
-    """Return commands that use a run. ``data`` are images to test it on, by default the run's own.
-
-    With ``trust``, the commands allow code that the run names: the reader is the author of the run.
-    """
-    trusted = ["--trust"] if trust else []
-    commands = (
-        (None, ["show", name]),
-        (None, ["evaluate", name, *(["--data", data] if data else []), *trusted]),
-        (None, ["predict", name, "--data", data or "IMAGES", "--output", "predictions.csv", *trusted]),
-        ("onnx", ["export", name, "--output", f"{name}.onnx", *trusted]),
-        ("serve", ["serve", name, *trusted]),
-    )
-    lines = (command_line(shell_command(*words, storage=storage, extra=extra)) for extra, words in commands)
-    return Group(Text("\nTry next"), *lines)
-
-
-def command_line(command: str) -> Text:
-    """Return a command, indented, in one line however long it is, so that it can be copied from a terminal."""
-    return Text(f"  {one_line(command)}", style="bold", no_wrap=True, overflow="ignore")
-
-
-class LogLines:
-    """Prints the lines of growing logs by ``write``: each line once, below a heading that names the process."""
-
-    def __init__(self, write: Callable[[str], object]) -> None:
-        self._write = write
-        self._lines_before: dict[str, list[str]] = {}  # of each log when it was printed last, by its heading
-        self._last_heading = ""  # of the line that was printed last; "" for events, which have none
-
-    def events(self, snapshot: Snapshot) -> None:
-        """Print the events since the last call, each with its time in the run, and why the run failed."""
-        lines = [f"{format_duration(at_s)}  {one_line(event_text(event))}" for _, at_s, event in snapshot.events]
-        error = snapshot.result and snapshot.result.error
-        self._print("", [*lines, one_line(error)] if error else lines)
-
-    def printed(self, process: str, logs: Sequence[StoredLog], *, grows: bool) -> None:
-        """Print the lines that a process has printed since the last call.
-
-        If the log ``grows``, a last line without an end waits for the rest of it.
-        """
-        for log in logs:
-            *lines, rest = log.text.replace("\r\n", "\n").split("\n")
-            if rest and not grows:
-                lines.append(rest.rstrip("\r"))
-            shown = [one_line(line.rpartition("\r")[2]) for line in lines]  # a progress bar shows its last state
-            self._print(f"== {process}, started {log.started}, {_STREAMS[log.stream]}", shown)
-
-    def _print(self, heading: str, lines: list[str]) -> None:
-        """Print those ``lines`` of a log that were not printed before, below the ``heading`` of its process."""
-        # The new lines follow those that were printed before, of which the oldest may be gone from the log since.
-        before = self._lines_before.get(heading, [])
-        remaining = (before[num_gone:] for num_gone in range(len(before)))
-        num_printed = next((len(tail) for tail in remaining if tail == lines[: len(tail)]), 0)
-        self._lines_before[heading] = lines
-
-        # The heading is repeated if lines of another process were printed in between.
-        new_lines = lines[num_printed:]
-        if new_lines and heading != self._last_heading:
-            self._write(heading)
-            self._last_heading = heading
-        for line in new_lines:
-            self._write(line)
 
 
 def run_info_json(run: RunInfo) -> dict[str, Any]:

@@ -18,7 +18,8 @@ from raytrain.display.console import UNKNOWN, format_dollars, format_optional, m
 from raytrain.display.curves import GREY, ORANGE, plain_axes, titled_figure, whole_ticks
 from raytrain.display.event_text import stop_text
 from raytrain.display.notebook import CellOutput
-from raytrain.display.run_tables import Column, command_line, resume_heading, rows_table, status_text, try_next
+from raytrain.display.result_page import command_line, resume_heading, try_next
+from raytrain.display.run_tables import Column, rows_table, status_text
 from raytrain.display.scaling import scaling_figure, scaling_plots, scaling_sentences, scaling_table
 from raytrain.display.terminal import LiveView, startup_lines
 from raytrain.errors import UsageError, option_name, shell_command

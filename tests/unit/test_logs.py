@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from raytrain.cli.main import main
-from raytrain.display.run_tables import LogLines
+from raytrain.display.log_lines import LogLines
 from raytrain.errors import StorageError, shell_command
 from raytrain.runs import logs
 from raytrain.runs.documents import CONFIG, SWEEP, run_store, write_json

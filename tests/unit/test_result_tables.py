@@ -19,7 +19,8 @@ from raytrain.config import TrainConfig
 from raytrain.diagnostics.audit import AuditResult, EpochAudit
 from raytrain.display.diagnostics_tables import audit_page
 from raytrain.display.evaluation import evaluation_page
-from raytrain.display.run_tables import result_page, run_page, run_record_json, runs_table
+from raytrain.display.result_page import result_page
+from raytrain.display.run_tables import run_page, run_record_json, runs_table
 from raytrain.errors import shell_command
 from raytrain.experiments.search_space import Point
 from raytrain.experiments.sweep_plan import Sweep, sweep_command

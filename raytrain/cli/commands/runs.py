@@ -194,7 +194,7 @@ def logs(
 
     Example: raytrain logs first --worker 1 --follow
     """
-    from raytrain.display.run_tables import LogLines
+    from raytrain.display.log_lines import LogLines
     from raytrain.experiments.trials import begun_trials
     from raytrain.monitor.run_reader import RunReader, follow_run
     from raytrain.runs.documents import SWEEP, open_run

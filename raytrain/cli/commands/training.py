@@ -84,7 +84,7 @@ def train(config: TrainConfig, trust: TrustResumed = False, watch: Watch = False
 
     Example: raytrain train cifar10 --data s3://bucket/train --name first --epochs 10
     """
-    from raytrain.display.run_tables import result_page
+    from raytrain.display.result_page import result_page
     from raytrain.runs.checkpoint_files import best_scored_checkpoint
     from raytrain.runs.documents import run_store
 

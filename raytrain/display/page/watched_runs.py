@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from raytrain.config import TrainConfig
 from raytrain.data.labels.manifest import Manifest
 from raytrain.display.page.feed import RunFeed
-from raytrain.display.run_tables import resume_heading, run_info_json
+from raytrain.display.result_page import resume_heading
+from raytrain.display.run_tables import run_info_json
 from raytrain.errors import RaytrainError, StorageError, shell_command
 from raytrain.experiments.best_metric import BestMetric, best_metric_of
 from raytrain.experiments.compare import not_compared
