@@ -51,7 +51,7 @@ def evaluate(
     data: Location | None = None,
     *,
     labels: Location | None = None,
-    threshold: Sequence[float] = (),
+    threshold: float | Sequence[float] = (),
     test_views: Collection[TestView] = (),
     storage: Location = "./runs",
     workers: int | None = None,

@@ -56,7 +56,7 @@ def predict(
     output: Location | None = None,
     *,
     top_k: int = 1,
-    threshold: Sequence[float] = (),
+    threshold: float | Sequence[float] = (),
     test_views: Collection[TestView] = (),
     embeddings: bool = False,
     storage: Location = "./runs",

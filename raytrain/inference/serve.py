@@ -35,7 +35,7 @@ def serve(
     port: int = 8000,
     workers: int = 1,
     top_k: int = 5,
-    threshold: Sequence[float] = (),
+    threshold: float | Sequence[float] = (),
     address: str | None = None,
     trust: bool = False,
     ready: Callable[[str], object] = print,

@@ -242,8 +242,9 @@ def test_predictions_have_the_classes_by_their_thresholds(trained: Path) -> None
     for row, answer in zip(rows[:-1], answers, strict=True):
         assert row["labels"] == "|".join(answer) and "cat" in answer and "fox" not in answer
         assert answer["cat"] == pytest.approx(row["score_cat"]) and ("dog" in answer) == (row["score_dog"] >= 0.4)
-    raytrain.predict("first", str(trained / "grey"), str(file), threshold=[0.0], **given)
-    assert {row["labels"] for row in pq.read_table(file).to_pylist()} == {"cat|dog|fox", None}
+    for threshold in ([0.0], 0.0, np.zeros(3)):
+        table = raytrain.predict("first", str(trained / "grey"), threshold=threshold, **given).table
+        assert {row["labels"] for row in table.to_pylist()} == {"cat|dog|fox", None}
     with pytest.raises(
         UsageError, match=r"--threshold has 2 numbers from 0.1 to 0.2; give one, or one for each of the 3"
     ):
