@@ -242,7 +242,8 @@ def test_predictions_have_the_classes_by_their_thresholds(trained: Path) -> None
     for row, answer in zip(rows[:-1], answers, strict=True):
         assert row["labels"] == "|".join(answer) and "cat" in answer and "fox" not in answer
         assert answer["cat"] == pytest.approx(row["score_cat"]) and ("dog" in answer) == (row["score_dog"] >= 0.4)
-    for threshold in ([0.0], 0.0, np.zeros(3)):
+    ways: list[Any] = [[0.0], 0.0, np.zeros(3)]
+    for threshold in ways:
         table = raytrain.predict("first", str(trained / "grey"), threshold=threshold, **given).table
         assert {row["labels"] for row in table.to_pylist()} == {"cat|dog|fox", None}
     with pytest.raises(
