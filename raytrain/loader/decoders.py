@@ -47,8 +47,8 @@ from raytrain.data.blocks import Block, Files, lend
 from raytrain.data.images.crop_box import Pixels
 from raytrain.data.images.malloc import keep_freed_memory
 from raytrain.data.plan.permutation import Int64s
-from raytrain.errors import UsageError, current_folder
-from raytrain.loader.machine import cores
+from raytrain.errors import current_folder
+from raytrain.loader.machine import cores, local_world_size
 from raytrain.runs.metric_row import SkippedImage
 
 Report = Callable[[list[SkippedImage], int], None]
@@ -94,15 +94,9 @@ class DecoderKilled(Exception):
 def num_decoders() -> int:
     """Return the number of threads that decode for each of this machine's workers: its share of the cores, up to 32.
 
-    Raises UsageError if LOCAL_WORLD_SIZE, the number of these workers, is no positive number.
+    Raises UsageError as :func:`local_world_size` does.
     """
-    num_workers = os.environ.get("LOCAL_WORLD_SIZE") or "1"
-    if not num_workers.isdecimal() or int(num_workers) == 0:
-        raise UsageError(
-            f"LOCAL_WORLD_SIZE is {num_workers!r} in the environment, and is the number of processes on this machine "
-            "that train together; set it as torchrun does, or leave it out."
-        )
-    return max(1, min(_MAX_DECODERS, cores() // int(num_workers)))
+    return max(1, min(_MAX_DECODERS, cores() // local_world_size()))
 
 
 class NewProcess:

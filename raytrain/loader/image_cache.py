@@ -58,15 +58,18 @@ class ImageCache:
         return {"train": self.train, "validation": self.validation, "test": None}[part]
 
 
-def image_cache(config: ResolvedConfig, data: Dataset, first_step: int, opened: ExitStack) -> ImageCache:
+def image_cache(
+    config: ResolvedConfig, data: Dataset, first_step: int, opened: ExitStack, num_caches: int = 1
+) -> ImageCache:
     """Return the cache of this machine, with its folder, which is removed when ``opened`` is closed.
 
-    The cache is that of :func:`choose_cache`, which may raise UsageError. On Linux, the files of kept images have no
+    It is one of ``num_caches`` that divide the machine's memory, if processes cannot share one. The cache is that of
+    :func:`choose_cache`, which may raise UsageError. On Linux, the files of kept images have no
     names, so that the system frees them with the last process that has them open, even if all are killed. Other
     processes open them through links in the folder to this process's descriptors.
     """
     parent, memory_bytes = image_memory()
-    cache = choose_cache(config, data, first_step, memory_bytes, MACHINE_BLOCK_BYTES)
+    cache = choose_cache(config, data, first_step, memory_bytes // num_caches, MACHINE_BLOCK_BYTES)
     if not os.path.isdir("/proc/self/fd"):  # not on Linux
         return dataclasses.replace(cache, folder=str(opened.enter_context(TemporaryFolder(parent))))
     folder = opened.enter_context(TemporaryFolder())
@@ -96,8 +99,8 @@ def choose_cache(
     train_bytes, validation_bytes = data.num_bytes
     if config.cache == "memory" and train_bytes + validation_bytes > memory_bytes:
         raise UsageError(
-            f"--cache is memory, and the images take {(train_bytes + validation_bytes) / 1e9:.2f} GB there while a "
-            f"machine has {memory_bytes / 1e9:.2f} GB for them; use --cache auto."
+            f"--cache is memory, and the images take {(train_bytes + validation_bytes) / 1e9:.2f} GB there, more "
+            f"than the {memory_bytes / 1e9:.2f} GB that are left for them; use --cache auto."
         )
     # The orders in which images would be kept, in blocks of as many rows as fit.
     plan = data.plan(config)

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 
 from raytrain.config.extras import extra
+from raytrain.errors import UsageError
 
 _CACHE_FRACTION = 0.3  # of the memory that is available, as Ray's object store
 _FREE_FRACTION = 0.8  # of a folder's free space that images may take
@@ -37,6 +38,20 @@ def cores() -> int:
             if quota.isdecimal():  # without a limit it is "max", or -1
                 number = min(number, max(1, int(quota) // int(period)))
     return number
+
+
+def local_world_size() -> int:
+    """Return how many processes of this machine train together: LOCAL_WORLD_SIZE of the environment, or 1.
+
+    Raises UsageError if that is no positive number.
+    """
+    number = os.environ.get("LOCAL_WORLD_SIZE") or "1"
+    if not number.isdecimal() or int(number) == 0:
+        raise UsageError(
+            f"LOCAL_WORLD_SIZE is {number!r} in the environment, and is the number of processes on this machine "
+            "that train together; set it as torchrun does, or leave it out."
+        )
+    return int(number)
 
 
 def image_memory() -> tuple[str, int]:

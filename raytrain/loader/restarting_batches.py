@@ -19,6 +19,7 @@ from raytrain.data.images.crop_box import fastest_resizer
 from raytrain.data.labels.part_names import Part
 from raytrain.loader.decoders import DecoderKilled, ImageReporter, NewProcess, start_processes
 from raytrain.loader.image_cache import ImageCache, image_cache
+from raytrain.loader.machine import local_world_size
 from raytrain.loader.machine_batches import MachineBatches
 from raytrain.loader.process_group import ProcessGroup
 
@@ -30,14 +31,17 @@ def machine_cache(
 ) -> ImageCache:
     """Return the cache of this machine, which the first of its processes chooses for all of them.
 
-    Processes that cannot talk to each other each get a cache of their own. All processes of the group call this
-    together. Closing ``opened`` removes the folder of a cache that this process has chosen.
+    Processes that cannot talk to each other each get a cache of their own, in their share of the memory. All processes
+    of the group call this together. Closing ``opened`` removes the folder of a cache that this process has chosen.
     """
     # The names of all processes' machines, by rank; only this one's if the processes cannot talk.
     machines = group.gather(socket.gethostname())
     rank = group.rank_and_size()[0] if len(machines) > 1 else 0
     leader = machines.index(machines[rank])
-    chosen = group.everywhere(lambda: image_cache(config, data, first_step, opened) if rank == leader else None)
+    num_caches = 1 if group.can_talk else local_world_size()
+    chosen = group.everywhere(
+        lambda: image_cache(config, data, first_step, opened, num_caches) if rank == leader else None
+    )
     cache = group.gather(chosen)[leader]
     assert cache is not None
     return cache

@@ -11,7 +11,7 @@ import pickle
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -451,6 +451,19 @@ def test_a_number_of_processes_here_that_is_none_is_refused(
     monkeypatch.setenv("LOCAL_WORLD_SIZE", given)
     with pytest.raises(UsageError, match=f"LOCAL_WORLD_SIZE is '{given}' in the environment"):
         next(iter(ImageLoader(images, batch_size=20, **SIZE)))
+
+
+def test_processes_that_cannot_talk_divide_the_memory_of_their_machine(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needed_bytes = 90 * 12 * 12 * 3
+    monkeypatch.setattr("raytrain.loader.image_cache.image_memory", lambda: (str(tmp_path), 3 * needed_bytes))
+    for number, fits in ((3, True), (4, False)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(number))
+        (loader,) = loaders(images, 1, cache="memory")
+        with nullcontext() if fits else pytest.raises(UsageError, match="--cache is memory, and the images take"):
+            next(iter(loader))
+        loader.close()
 
 
 def test_a_gpu_that_is_not_there_is_refused_and_other_devices_are_obeyed(images: Path) -> None:
