@@ -41,6 +41,7 @@ from typing import ClassVar
 import psutil
 
 from raytrain.errors import OwnerChanged, StorageError, UsageError, shell_command
+from raytrain.runs.checkpoint_files import newest_checkpoint, step_and_takeover
 from raytrain.runs.documents import CLAIM, CONFIG, is_run_file, known_fields, parse_object
 from raytrain.storage.store import ObjectChanged, Store
 
@@ -198,13 +199,19 @@ def claim_run(store: Store, name: str) -> RunClaim:
             before = _wait_for_lease(store, before, name)
 
     # The first owner has the fence 1. One that follows an owner which has not released the run takes over: its own
-    # fence is the takeover. Any other owner keeps the takeover of the owner before.
-    fence = before.fence + 1 if before else 1
+    # fence is the takeover. Any other owner keeps the takeover of the owner before. If somebody has deleted the claim,
+    # it is known by the names of the checkpoints, after which those of this owner must sort.
+    if before is not None:
+        fence, takeover = before.fence + 1, before.takeover
+    else:
+        newest = newest_checkpoint(store)
+        takeover = step_and_takeover(newest)[1] if newest else 0
+        fence = takeover + 1
     takes_over = before is not None and not before.released
     claim = Claim(
         token=secrets.token_hex(16),
         fence=fence,
-        takeover=fence if takes_over else before.takeover if before else 0,
+        takeover=fence if takes_over else takeover,
         host=socket.gethostname(),
         machine=machine_id(),
         pid=os.getpid(),

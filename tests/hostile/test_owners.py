@@ -560,6 +560,19 @@ def test_a_request_that_arrives_after_a_takeover_destroys_nothing(
     assert newest_checkpoint(store) == checkpoint_path(second.step, takeover=second.claim.claim.takeover), what
 
 
+def test_checkpoints_that_follow_a_deleted_claim_are_newer_than_those_before_it(tmp_path: Path) -> None:
+    """A takeover is a part of their names, and is not forgotten with the claim."""
+    store = run_store(str(tmp_path), "run")
+    stalled(claim_run(store, "run"))
+    store.put(CONFIG, b"{}")
+    from_elsewhere(store)
+    for step in (2, 4, 6):
+        with claim_run(store, "run") as owner:
+            write_checkpoint(owner, step)
+        assert newest_step(store) == step
+        store.delete(CLAIM)  # as the sentence about a damaged one advises
+
+
 @pytest.mark.parametrize("moment", [1, *(pytest.param(each, marks=pytest.mark.slow) for each in (0, *range(2, 12)))])
 def test_in_a_folder_nobody_takes_over_between_the_check_and_the_write(
     moment: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
