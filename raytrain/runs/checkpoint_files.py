@@ -58,11 +58,11 @@ class Identity:
                 their, my = (f"{digest[:8]}…" if digest else "none, but class folders" for digest in (theirs, mine))
                 difference = f"other labels (digest {their}), and --labels has {my}"
             elif name == "classes":
-                pairs = enumerate(zip_longest(theirs, mine, fillvalue="none"))
+                pairs = enumerate(zip_longest(theirs, mine, fillvalue=""))  # no class has an empty name
                 number, (their, my) = next((number, pair) for number, pair in pairs if pair[0] != pair[1])
                 difference = (
                     f"{format_count(len(theirs), 'class')}, and this run has {len(mine):,}, of which number {number} "
-                    f"is {their} there and {my} here"
+                    f"is {their or 'missing'} there and {my or 'missing'} here"
                 )
             elif name == "manifest_digest":
                 difference = f"other images (manifest {theirs[:8]}…), and this run has those of manifest {mine[:8]}…"

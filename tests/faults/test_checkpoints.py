@@ -177,7 +177,11 @@ def test_checkpoints_saved_after_a_damaged_one_was_skipped_are_kept(store: Store
             {"classes": ("cat", "eel", "owl")},
             "3 classes, and this run has 3, of which number 1 is dog there and eel here",
         ),
-        ({"classes": ("cat", "dog")}, "3 classes, and this run has 2, of which number 2 is owl there and none here"),
+        ({"classes": ("cat", "dog")}, "3 classes, and this run has 2, of which number 2 is owl there and missing here"),
+        (
+            {"classes": ("cat", "dog", "owl", "none")},
+            "3 classes, and this run has 4, of which number 3 is missing there and none here",
+        ),
         (
             {"manifest_digest": "1b" * 32},
             "other images .manifest 0a0a0a0a…., and this run has those of manifest 1b1b1b1b…",
