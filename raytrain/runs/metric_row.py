@@ -136,7 +136,7 @@ class SkipLimit:
             return None
         first = f"{skipped[0].key} ({skipped[0].reason})"
         return (
-            f"{len(skipped):,} of {self.num_images:,} images ({100 * fraction:.2g} %) cannot be used, such as {first}, "
+            f"{len(skipped):,} of {self.num_images:,} images ({100 * fraction:.3g} %) cannot be used, such as {first}, "
             f"and --max-bad-fraction is {self.max_bad_fraction:g}; skipped.jsonl lists them: repair or remove them and "
             "start a new run, or allow more"
         )

@@ -45,7 +45,7 @@ def test_a_run_with_too_many_bad_images_is_stopped_with_the_numbers(make: Make) 
         request.detail
         == monitor.failure
         == (
-            "4 of 300 images (1.3 %) cannot be used, such as cat/1.jpg (the file is empty), and --max-bad-fraction is "
+            "4 of 300 images (1.33 %) cannot be used, such as cat/1.jpg (the file is empty), and --max-bad-fraction is "
             "0.01; skipped.jsonl lists them: repair or remove them and start a new run, or allow more"
         )
     )
@@ -64,6 +64,11 @@ def test_images_skipped_before_a_resume_count_towards_the_limit(make: Make) -> N
     allowed.note_skipped(bad(2))
     assert allowed.failure is None
     allowed.finish("finished")
+
+
+def test_the_share_of_bad_images_is_a_plain_number_if_all_are_bad() -> None:
+    sentence = SkipLimit(num_images=8).exceeded([SkippedImage("a", "the file is empty")] * 8)
+    assert sentence is not None and sentence.startswith("8 of 8 images (100 %) cannot be used")
 
 
 def test_with_a_fraction_of_0_a_run_stops_at_the_first_bad_image(make: Make) -> None:

@@ -234,10 +234,10 @@ def test_images_that_cannot_be_read_are_skipped_and_listed(
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({}, r"1 of 61 images \(1.6 %\) cannot be used, such as red/words.png"),
+        ({}, r"1 of 61 images \(1.64 %\) cannot be used, such as red/words.png"),
         (
             {"max_bad_fraction": 0.0},
-            r"1 of 61 images \(1.6 %\) cannot be used, such as red/words.png \(the file is text",
+            r"1 of 61 images \(1.64 %\) cannot be used, such as red/words.png \(the file is text",
         ),
     ],
 )
