@@ -199,6 +199,13 @@ def goes_over_the_method(run: Any) -> None:
         pass
 
 
+def with_indices(run: Run) -> None:
+    prepared(run)
+    for epoch in run.epochs():
+        for number, (_images, _labels, _indices) in enumerate(epoch):
+            print(number)
+
+
 LOOP_OVER_BATCHES = r"\(test_mistakes_in_loops.py, line \d+: `.*\); write `for epoch in run.epochs"
 EPOCH_HAS = r"\(test_mistakes_in_loops.py, line \d+: `.*\); an epoch has epoch.number, .* and len\(epoch\)"
 
@@ -215,6 +222,7 @@ EPOCH_HAS = r"\(test_mistakes_in_loops.py, line \d+: `.*\); an epoch has epoch.n
         (in_epochs(lambda epoch: epoch[0]), f"takes an epoch for a number or a list {EPOCH_HAS}"),
         (in_batches(lambda batch: batch["labels"]), r"takes batch\['labels'\]; a batch has attributes, .* labels,"),
         (in_batches(lambda batch: batch.image), r"takes batch.image \(.*\); a batch has images, labels,"),
+        (with_indices, "takes 3 things from a batch, .*: batch.samples are the indices"),
         (goes_over_the_run, f"goes over the run, .* {LOOP_OVER_BATCHES}"),
         (goes_over_the_method, f"goes over the run, .* {LOOP_OVER_BATCHES}"),
     ],

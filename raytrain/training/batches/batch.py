@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dis
 import inspect
+import sys
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -49,8 +51,16 @@ class Batch:
         """Yield the images and the labels, like a pair from torch's ``DataLoader``.
 
         A loop may copy the images before it gives them to a network, so a tensor with as many rows is then taken for
-        them.
+        them. Raises UsageError if the loop assigns them to another number of names than two.
         """
+        # Python's own message does not say what a batch has. Each instruction is its number and its argument.
+        frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+        operation, num_names = frame.f_code.co_code[frame.f_lasti :][:2]
+        if dis.opname[operation] == "UNPACK_SEQUENCE" and num_names != 2:
+            raise UsageError(
+                f"The loop takes {num_names} things from a batch, as from a data set of its own; a batch gives two, "
+                f"images and labels, and has {BATCH_HAS}: batch.samples are the indices of the images."
+            )
         images_of_tensors.expect(self.images)
         return iter((self.images, self.labels))
 
