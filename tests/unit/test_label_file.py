@@ -179,6 +179,24 @@ def test_keys_of_images_elsewhere_are_not_taken_for_others_of_the_same_name(imag
     assert "have no image below" in refused(folder, rows, tmp_path)
 
 
+@pytest.mark.parametrize(
+    "form",
+    [
+        "https://host.example/images/{}?X-Amz-Signature=abc",
+        "http://host.example/images/{}",
+        "/data/local-files/?d=images/{}",
+    ],
+)
+def test_urls_of_a_web_server_are_decoded_and_have_no_query(form: str, images: Path, tmp_path: Path) -> None:
+    (images / "red").rename(images / "dark red")
+    rows = rows_of(images)
+    wanted = dict(zip(rows["path"], rows["label"], strict=True))
+    rows["path"] = [form.format(key.replace(" ", "%20")) for key in wanted]
+    assert by_key(*opened(images, write(tmp_path / "labels.csv", rows), tmp_path)) == wanted
+    rows["path"] = [key.replace(".png", "a.png") for key in rows["path"]]
+    assert "abc" not in refused(images, rows, tmp_path)  # signatures are secrets
+
+
 def test_keys_of_one_part_are_not_taken_for_images_of_another(images: Path, tmp_path: Path) -> None:
     train, validation = tmp_path / "train" / "images", tmp_path / "val" / "images"
     shutil.copytree(images, train)

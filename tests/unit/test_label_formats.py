@@ -56,6 +56,16 @@ def test_lists_of_more_columns_between_blanks_and_remarks_before_them(tmp_path: 
     assert read(tmp_path, "a.csv", "\n# mine\n\n# too\n\npath,label\na.jpg,1\n") == {"a.jpg": "1"}
     assert read(tmp_path, "a.csv", "#1.jpg,1\n#2.jpg,0\n") == {"#1.jpg": "1", "#2.jpg": "0"}
     assert read(tmp_path, "a.csv", "#,path,label\n0,a.jpg,1\n") == {"a.jpg": "1"}
+    for header in ("# path,label", "#path,label", "# of images\n# path,label", "# label of each image\npath,label"):
+        assert read(tmp_path, "a.csv", f"{header}\na.jpg,1\n") == {"a.jpg": "1"}
+
+
+def test_texts_in_quotes_may_be_divided_by_blanks_as_r_writes_them(tmp_path: Path) -> None:
+    content = '"path" "label"\n"a b.jpg" "hot dog"\n"c.jpg" "cat"\n'
+    for name in ("a.txt", "a.csv"):
+        assert read(tmp_path, name, content) == {"a b.jpg": "hot dog", "c.jpg": "cat"}
+    with pytest.raises(UsageError, match="Expected 2 columns, got 3"):  # row.names = TRUE
+        read(tmp_path, "a.txt", '"path" "label"\n"1" "a.jpg" "cat"\n')
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, islice
 from typing import Any
+from urllib.parse import unquote
 
 import numpy as np
 import pyarrow as pa
@@ -329,12 +330,26 @@ def comparable_key(key: str) -> str:
     return composed(key).replace("\\", "/")
 
 
+def _decoded(key: str) -> str:
+    """Return the URL of a web server without signs such as %20 and without its query, which may hold a signature.
+
+    Label Studio has the path of a file of its own machine in the query. Keys of buckets stay, where both are names.
+
+    >>> _decoded("https://host/a%20b.jpg?Signature=x"), _decoded("/data/local-files/?d=img%2F1.jpg")
+    ('https://host/a b.jpg', 'img/1.jpg')
+    """
+    address, _, query = key.partition("?")
+    if address.endswith("/local-files/") and query.startswith("d="):
+        return unquote(query.removeprefix("d="))
+    return unquote(address) if key.startswith(("https://", "http://")) else key
+
+
 def normalized_key(key: str, images_urls: Sequence[str]) -> str:
     """Return a key as a path below one of ``images_urls``: ``./a//b.png`` and the whole URL become ``a/b.png``.
 
     The key of an image elsewhere stays a whole URL, or becomes a path without the slash at its start.
     """
-    key = comparable_key(key.strip()).removeprefix("file://")
+    key = comparable_key(_decoded(key.strip())).removeprefix("file://")
     scheme, separator, path = key.rpartition("://")
     path = posixpath.normpath(path).removeprefix("./") if path else ""
     key = f"{scheme}{separator}{path}"

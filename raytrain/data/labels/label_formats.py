@@ -52,6 +52,7 @@ _DELIMITER_LINE = re.compile(r"sep=([,;\t|])[\r\n]+", re.IGNORECASE)
 _QUOTED = re.compile(r'^\s*=?"([^"]*)"\s*$')
 _NO_BLANK = re.compile(r"\S")
 _IMAGE_AND_LABEL = re.compile(rf"(.*(?:{'|'.join(map(re.escape, SUFFIXES))}))\s+(\S.*)", re.IGNORECASE)
+_REMARK = re.compile(r"#+\s*(?=\w)")
 _BETWEEN_WORDS = re.compile(r"[\s,;|]+")
 _CLASS_NAMES = "classes", "class_names", "categories", "names"  # of a list of classes beside a table
 _Record = dict[str, Any]
@@ -126,13 +127,25 @@ def _read_lines(text: str, suffix: str, key_names: Set[str]) -> pa.Table:
 
     Raises ValueError, such as pa.ArrowInvalid, if the lines have different numbers of columns.
     """
-    # Skip comments: lines at the top that begin with #, unless they name a column or an image.
+    # Skip comments: lines at the top that begin with #, unless they name an image, or the last one names a column, as
+    # NumPy and others write "# path,label".
     while (text := text.lstrip("\r\n")).startswith("#"):
         line, *rest = _LINES.split(text, maxsplit=1)
-        words = _BETWEEN_WORDS.split(line)
-        if _is_header(words, key_names) or any(map(_is_image, words)):
+        following = "".join(rest)
+        words, bare, next_line = (
+            _BETWEEN_WORDS.split(line),
+            _REMARK.sub("", line, count=1),
+            following.partition("\n")[0],
+        )
+        if any(map(_is_image, words)):
             break
-        text = "".join(rest)
+        if not next_line.startswith("#") and not _is_header(_BETWEEN_WORDS.split(next_line), key_names):
+            if _is_header(_BETWEEN_WORDS.split(bare), key_names):
+                text = f"{bare}\n{following}"
+                break
+            if _is_header(words, key_names):
+                break
+        text = following
 
     # Excel reads, and some programs write, the delimiter in a line of its own: sep=;
     if said := _DELIMITER_LINE.match(text):
@@ -143,6 +156,8 @@ def _read_lines(text: str, suffix: str, key_names: Set[str]) -> pa.Table:
     # (.txt), it must be in all lines.
     lines = [line for line in _LINES.split(text.strip()) if line.strip()]
     header = re.sub('"[^"]*"', "", lines[0] if lines else "")
+    if lines and '"' in lines[0] and not header.strip():  # "path" "label", as R's write.table has it
+        return _read_csv(text, " ", suffix, key_names, len(lines))
     delimiter = "\t" if suffix == ".tsv" and "\t" in header else max(",;\t|", key=header.count)
     lines_with_delimiter = lines if suffix == ".txt" else lines[:1]  # others may have ends of lines in quoted texts
     if lines and not all(delimiter in line for line in lines_with_delimiter):
