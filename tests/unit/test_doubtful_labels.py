@@ -175,6 +175,14 @@ def test_labels_whose_parts_recur_are_told_with_their_separator(
     assert "each is a class of its own" not in caplog.text
 
 
+def test_a_label_of_several_beside_one_of_its_parts_is_told(
+    images: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    labels = write(tmp_path / "labels.parquet", columns_of(label=lambda number: ("cat;dog", "cat")[number % 2]))
+    opened(images, tmp_path, labels=str(labels))
+    assert f"1 of 2 classes of {labels} contain ';', such as 'cat;dog'" in caplog.text
+
+
 def test_names_that_contain_commas_are_names(images: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     names = ("tench, Tinca tinca", "goldfish, Carassius auratus", "shark")
     labels = write(tmp_path / "labels.json", columns_of(label=lambda number: names[number % 3]))

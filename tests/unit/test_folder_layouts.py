@@ -476,7 +476,7 @@ def test_masks_beside_training_images_are_no_classes(tmp_path: Path, caplog: pyt
 
 
 @pytest.mark.parametrize(
-    "name", ["masks", "JPEGImages", "annotations", "unlabeled", "plots", "Results", "raw", "images_3sec"]
+    "name", ["masks", "JPEGImages", "annotations", "unlabeled", "no_label", "plots", "Results", "raw", "images_3sec"]
 )
 def test_a_folder_that_is_hardly_a_class_is_told(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     opened(tree(tmp_path / "a", "cat", "dog", name))

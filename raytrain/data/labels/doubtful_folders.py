@@ -21,7 +21,7 @@ _log = logging.getLogger("raytrain")
 # Folders of these names are probably no classes, but hold the images or masks of a data set, or parts of it.
 _BESIDE_CLASSES = re.compile(
     r"(jpeg)?images?|jpe?g|png|imgs?|masks?|ground[ _-]?truths?|annotations?|labels?|trimaps?|segmentation.*|"
-    r"unlabell?ed|unsup.*"
+    r"unlabell?ed|no[ _-]?labels?|unsup.*"
 )
 # Folders of these names hold what programs write and people put beside the classes, so a line names them.
 _HARDLY_CLASSES = re.compile(

@@ -358,15 +358,16 @@ def _report_compound_labels(classes: Sequence[str], url: str) -> None:
         _log.warning(sentence, name, url)
         return
 
-    # rose|bright, rose|dark and tulip|dark are made of parts that recur, unlike names that contain a comma.
+    # rose|bright, rose|dark and tulip are made of parts that recur, unlike names that contain a comma.
     for separator in "|;,":
-        parts = {name: {part.strip() for part in name.split(separator)} for name in classes if separator in name}
+        parts = {name: {part.strip() for part in name.split(separator)} for name in classes}
         counts = Counter(part for names in parts.values() for part in names)
-        recurring = [name for name, names in parts.items() if any(counts[part] > 1 for part in names)]
+        compound = [name for name in classes if separator in name]
+        recurring = [name for name in compound if any(counts[part] > 1 for part in parts[name])]
         if recurring and 2 * len(recurring) >= len(classes):
             sentence = (
                 "%s of %s classes of %s contain '%s', such as %r, and each is a class of its own; if they stand for "
                 "several, give --label-separator '%s'."
             )
-            _log.warning(sentence, f"{len(parts):,}", f"{len(classes):,}", url, separator, recurring[0], separator)
+            _log.warning(sentence, f"{len(compound):,}", f"{len(classes):,}", url, separator, recurring[0], separator)
             return
