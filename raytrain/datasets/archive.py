@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 
 from raytrain.data.labels.class_names import composed
-from raytrain.data.labels.label_columns import LabelColumns, find_column
+from raytrain.data.labels.label_columns import LabelColumns, column_called, find_column
+from raytrain.data.labels.label_formats import KEY_COLUMNS, LABEL_COLUMNS
 from raytrain.data.labels.listing import SUFFIXES, is_hidden
 from raytrain.errors import UsageError
 
@@ -78,26 +79,24 @@ class Archive(ABC):
         """Yield the images of an open file, in its order, and count in ``left_out`` what is no image."""
         ...
 
-    def _column(self, names: Sequence[str], usual: Sequence[str], name: str | None, content: str, advice: str) -> str:
-        """Return the column called ``name``; without a name, the one with the first of the ``usual`` names that occurs.
+    def _image_and_label(self, names: Sequence[str]) -> tuple[str, str]:
+        """Return which of the columns ``names`` holds the images, and which the labels; add ``choices`` if several may.
 
-        If other columns have usual names, too, ``choices`` gets a sentence about it. Raises UsageError if there is no
-        such column, or several have the same name. ``content`` is what the column holds, and ``advice`` what to do if
-        there is none, both for messages.
+        Raises UsageError if there is none of them.
         """
-        column = find_column(names, name, usual)
-        if column is None:
-            raise UsageError(
-                f"{self.name} has no column of {content}: none of {name or ', '.join(usual)} is among its columns "
-                f"{', '.join(names[:10])}; {advice}."
-            )
-        if names.count(column) > 1:
-            raise UsageError(f"{self.name} has {names.count(column)} columns called {column!r}; rename one.")
-        if name is None and len(candidates := [candidate for candidate in names if candidate.lower() in usual]) > 1:
-            self.choices.add(
-                f"the column of {content} that is read is {column!r} of {', '.join(map(repr, candidates))}"
-            )
-        return column
+        advice = "rename the right one to image, or give a label file with --labels"
+        image = column_called(names, self.name, "", None, IMAGE_COLUMNS, advice=advice, choices=self.choices)
+        label = next(iter(self.columns.label), None)
+        return image, column_called(names, self.name, "--label-column", label, LABEL_COLUMNS, choices=self.choices)
+
+    def _key(self, names: Sequence[str], image: str) -> str | None:
+        """Return which of the columns ``names`` holds the keys; None if none is called so, or only that of images.
+
+        Raises UsageError if the column that --key-column names is not there.
+        """
+        if self.columns.key is not None:
+            return column_called(names, self.name, "--key-column", self.columns.key)
+        return find_column([name for name in names if name != image], None, KEY_COLUMNS)
 
 
 def is_archive(path: str) -> bool:

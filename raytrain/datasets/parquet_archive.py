@@ -15,10 +15,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from raytrain.data.labels.label_columns import MOST_SPLITS, NO_LABELS, TEXT_TYPES, as_text, find_column
-from raytrain.data.labels.label_formats import KEY_COLUMNS, LABEL_COLUMNS
+from raytrain.data.labels.label_formats import KEY_COLUMNS
 from raytrain.data.labels.part_names import is_part
 from raytrain.datasets.archive import (
-    IMAGE_COLUMNS,
     Archive,
     ArchivedImage,
     ArchivedImages,
@@ -41,10 +40,7 @@ class ParquetArchive(Archive):
         """
         parquet = pq.ParquetFile(file, page_checksum_verification=True)
         schema = parquet.schema_arrow
-        advice = "rename the right one to image, or give a label file with --labels"
-        image_column = self._column(schema.names, IMAGE_COLUMNS, None, "images", advice)
-        label_name = next(iter(self.columns.label), None)
-        label_column = self._column(schema.names, LABEL_COLUMNS, label_name, "labels", "name it with --label-column")
+        image_column, label_column = self._image_and_label(schema.names)
         self._check_types(schema, image_column, label_column)
 
         # If the metadata has names of classes, numeric labels are indices of these.
@@ -123,10 +119,7 @@ class ParquetArchive(Archive):
         A row whose key is empty has its number. Raises UsageError if the column that --key-column names is not there.
         """
         schema = parquet.schema_arrow
-        if self.columns.key is not None:
-            column = self._column(schema.names, (), self.columns.key, "keys", "name it with --key-column")
-        else:
-            column = find_column([name for name in schema.names if name != image], None, KEY_COLUMNS)
+        column = self._key(schema.names, image)
         numbers = [f"{row:09d}" for row in range(parquet.metadata.num_rows)]  # with zeros, so that they sort as text
         if column is not None:
             try:

@@ -14,8 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from raytrain.data.labels.label_columns import as_text, find_column
-from raytrain.data.labels.label_formats import KEY_COLUMNS, LABEL_COLUMNS
-from raytrain.datasets.archive import IMAGE_COLUMNS, Archive, ArchivedImage, ArchivedImages, with_suffix
+from raytrain.datasets.archive import Archive, ArchivedImage, ArchivedImages, with_suffix
 from raytrain.errors import UsageError
 
 RAY_DATASET = "ray.data.Dataset"
@@ -85,14 +84,8 @@ class RayDatasetRows(Archive):
         Raises UsageError if a column that is needed is not there.
         """
         names = list(batch)
-        image = self._column(names, IMAGE_COLUMNS, None, "images", "rename the right one to image")
-        label_name = next(iter(self.columns.label), None)
-        label = self._column(names, LABEL_COLUMNS, label_name, "labels", "name it with --label-column")
-        if self.columns.key is not None:
-            key = self._column(names, (), self.columns.key, "keys", "name it with --key-column")
-        else:
-            key = find_column([name for name in names if name != image], None, KEY_COLUMNS)
-        return image, label, key, find_column(names, None, ("split",))
+        image, label = self._image_and_label(names)
+        return image, label, self._key(names, image), find_column(names, None, ("split",))
 
     def _content(self, column: str, value: Any) -> bytes | npt.NDArray[np.uint8]:
         """Return the file or the pixels in a row, (H, W) if these are grey; empty bytes if it has neither.

@@ -96,9 +96,9 @@ def test_what_cannot_be_packed_is_refused_in_one_sentence(tmp_path: Path) -> Non
     bad: list[tuple[list[dict[str, Any]], str]] = [
         (
             [{"picture": file, "label": 1}],
-            "no column of images: none of image, .* among its columns picture, label",
+            "none of image, .* among its columns picture, label",
         ),
-        ([{"image": file, "kind": 1}], "has no column of labels: none of label, .* name it with --label-column"),
+        ([{"image": file, "kind": 1}], "has none of label, .* name the right one with --label-column"),
         ([{"image": array / 255, "label": 1}], r"holds an array of float64 and the shape \(8, 9, 3\), and the bytes"),
         ([{"image": array.transpose(2, 0, 1), "label": 1}], r"holds an array of uint8 and the shape \(3, 8, 9\)"),
         ([{"image": "red/1.png", "label": 1}], "holds a str, and the bytes of image files"),

@@ -260,13 +260,16 @@ def test_test_images_of_a_label_file_have_the_classes_of_folders_in_another_unic
     [
         (
             {"class": "ab", "label": "xy"},
-            "Of the columns 'class', 'label' of {}, 'label' is read; --label-column names",
+            "In {}, 'label' is read of the columns 'class', 'label'; if that is wrong, name",
         ),
         (
             {"label": "ab", "Label": "xy"},
-            "Of the columns 'label', 'Label' of {}, 'label' is read; --label-column names",
+            "In {}, 'label' is read of the columns 'label', 'Label'; if that is wrong, name",
         ),
-        ({"label": "ab", "image": "xy"}, "Of the columns 'path', 'image' of {}, 'path' is read; --key-column names"),
+        (
+            {"label": "ab", "image": "xy"},
+            "In {}, 'path' is read of the columns 'path', 'image'; if that is wrong, name",
+        ),
     ],
 )
 def test_the_column_that_is_read_is_told_if_several_could_be(
@@ -278,7 +281,7 @@ def test_the_column_that_is_read_is_told_if_several_could_be(
     assert caplog.text.count(told.format(labels)) == 1
     caplog.clear()
     opened(images, tmp_path, labels=str(labels), label_column=("label",), key_column="path")
-    assert "Of the columns" not in caplog.text
+    assert "is read of the columns" not in caplog.text
 
 
 def zipped(content: bytes) -> bytes:
@@ -371,7 +374,12 @@ def test_the_column_of_archives_that_is_read_is_told_once(tmp_path: Path, caplog
         file = parquet(tmp_path / "a" / f"{number}.parquet", ["cat", "dog"], 50 * number)
         pq.write_table(pq.read_table(file).append_column("class", pa.array([0, 1])), file)
     assert packed(tmp_path / "a", tmp_path / "packed") == {"cat": 2, "dog": 2}
-    assert caplog.text.count("the column of labels that is read is 'label' of 'label', 'class'.") == 1
+    assert (
+        caplog.text.count(
+            "'label' is read of the columns 'label', 'class'; if that is wrong, name the right one with --label-column."
+        )
+        == 1
+    )
 
 
 @pytest.mark.parametrize("third", ["train", "extra"])

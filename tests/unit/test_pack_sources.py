@@ -183,9 +183,7 @@ def test_images_with_a_label_file_beside_them(name: str, images: Path, tmp_path:
 
 def test_what_cannot_be_packed_is_refused(images: Path, tmp_path: Path) -> None:
     pq.write_table(pa.table({"picture": [b"x"], "label": ["a"]}), tmp_path / "named.parquet")
-    with pytest.raises(
-        UsageError, match=r"named.parquet has no column of images: none of image, .* columns picture, lab"
-    ):
+    with pytest.raises(UsageError, match=r"named.parquet has none of image, .* columns picture, lab"):
         packed(tmp_path / "named.parquet", tmp_path / "packed")
     (tmp_path / "broken.tar").write_bytes(b"no tar")
     with pytest.raises(UsageError, match=r"broken.tar cannot be read \(.*\); check the file"):
@@ -460,7 +458,7 @@ def test_a_label_file_beside_its_images_is_no_archive(
 ) -> None:
     keys = sorted(files_of(images))
     parquet(images / "labels.parquet", [], path=keys, label=["a", "b"] * 6)
-    with pytest.raises(UsageError, match=r"labels.parquet has no column of images: .* give a label file with --labels"):
+    with pytest.raises(UsageError, match=r"labels.parquet has none of image, .* give a label file with --labels"):
         packed(images, tmp_path / "packed")
     assert "3 that are no archives, such as blue" in caplog.text
     assert packed(images, tmp_path / "packed", labels=images / "labels.parquet").num_images == 12
@@ -504,7 +502,7 @@ def test_hidden_files_and_folders_called_like_archives_are_none(folder: str, ima
         ({"image": ["/a/1.png", "/a/2.png"], "label": ["a", "b"]}, "holds values of type string"),
         ({"image": [[[1, 2]], [[3, 4]]], "label": ["a", "b"]}, "holds values of type list"),
         ({"image": [b"x", b"y"], "label": [[0, 2], [1]]}, "one class per image is expected"),
-        ({"image": [b"x", b"y"], "labels": [0, 1]}, "name it with --label-column"),
+        ({"image": [b"x", b"y"], "labels": [0, 1]}, "name the right one with --label-column"),
     ],
 )
 def test_columns_that_hold_anything_else_are_refused(columns: dict[str, Any], expected: str, tmp_path: Path) -> None:

@@ -58,25 +58,36 @@ class LabelColumns:
     separator: str | None = None  # between the classes of an image in its label; None if it has one class
 
 
-def column_called(table: pa.Table, url: str, option: str, name: str | None, usual: Sequence[str] = ()) -> str:
-    """Return the column called ``name``, or by one of the ``usual`` names; log if several have a usual name.
+def column_called(
+    names: Sequence[str],
+    url: str,
+    option: str,
+    name: str | None,
+    usual: Sequence[str] = (),
+    *,
+    advice: str | None = None,
+    choices: set[str] | None = None,
+) -> str:
+    """Return which of the ``names`` is ``name``, or else the first of the ``usual`` names.
 
-    Raises UsageError, which tells the user to give ``option``, if there is none.
+    If several have a usual name, add a sentence about it to ``choices``, or without these log it. Raises UsageError if
+    the table ``url`` lacks the column, or has it twice. It tells the user to name it with ``option``, or ``advice``.
     """
-    column = find_column(table.column_names, name, usual)
-    if name is None and len(candidates := [column for column in table.column_names if column.lower() in usual]) > 1:
-        names = ", ".join(map(repr, candidates))
-        _log.warning("Of the columns %s of %s, %r is read; %s names another.", names, url, column, option.split(" ")[0])
+    advice = advice or f"name the right one with {option}"
+    column = find_column(names, name, usual)
     if column is None:
-        lacking = (
-            f"no column {name!r}{did_you_mean(name, table.column_names)}" if name else f"none of {', '.join(usual)}"
-        )
+        lacking = f"no column {name!r}{did_you_mean(name, names)}" if name else f"none of {', '.join(usual)}"
         # If it is the name of a record, first show what is in that.
-        names = sorted(table.column_names, key=lambda column: not column.startswith(f"{name}."))
-        raise UsageError(
-            f"The label file {url} has {lacking} among its columns {', '.join(names[:10])}; name the right one with "
-            f"{option}."
-        )
+        shown = sorted(names, key=lambda column: not column.startswith(f"{name}."))[:10]
+        raise UsageError(f"{url} has {lacking} among its columns {', '.join(shown)}; {advice}.")
+    if names.count(column) > 1:
+        raise UsageError(f"{url} has {names.count(column)} columns {column!r}; rename one.")
+    if name is None and len(candidates := [candidate for candidate in names if candidate.lower() in usual]) > 1:
+        choice = f"{column!r} is read of the columns {', '.join(map(repr, candidates))}; if that is wrong, {advice}"
+        if choices is None:
+            _log.warning("In %s, %s.", url, choice)
+        else:
+            choices.add(choice)
     return column
 
 
@@ -200,7 +211,7 @@ def labels_of(table: pa.Table, url: str, columns: LabelColumns) -> list[str]:
             raise UsageError(f"--label-column names {name!r} {count} times; name each class once.")
         flags_of_classes: list[Texts] = []
         for name in columns.label:
-            texts = texts_of(table, url, column_called(table, url, "--label-column", name)).to_pylist()
+            texts = texts_of(table, url, column_called(table.column_names, url, "--label-column", name)).to_pylist()
             flags = np.array([_FLAGS.get(value.lower(), "") for value in texts], object)
             if wrong := int((flags == "").sum()):
                 raise UsageError(
@@ -214,7 +225,7 @@ def labels_of(table: pa.Table, url: str, columns: LabelColumns) -> list[str]:
 
     # One column, with one class for each image.
     option = "--label-column (or several, of 0 and 1)"
-    name = column_called(table, url, option, next(iter(columns.label), None), LABEL_COLUMNS)
+    name = column_called(table.column_names, url, option, next(iter(columns.label), None), LABEL_COLUMNS)
     labels: list[str] = texts_of(table, url, name, may_be_lists=True).to_pylist()
     if columns.separator is None:
         # Each item of a list ends in JOINED (see texts_of), and a list of one item is as good as a text.

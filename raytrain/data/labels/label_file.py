@@ -229,10 +229,10 @@ def label_table(table: pa.Table, url: str, columns: LabelColumns, images_urls: S
     if not len(table):
         raise UsageError(f"The label file {url} has no row; it must have one for each image.")
     table = _without_absent_classes(table, url, columns)
-    key_texts = texts_of(table, url, column_called(table, url, "--key-column", columns.key, KEY_COLUMNS))
+    key_texts = texts_of(table, url, column_called(table.column_names, url, "--key-column", columns.key, KEY_COLUMNS))
     keys = [normalized_key(key, images_urls) for key in key_texts.to_pylist()]
     split = split_column(table, url, columns)
-    group = columns.group and column_called(table, url, "--group-by", columns.group)
+    group = columns.group and column_called(table.column_names, url, "--group-by", columns.group)
 
     # A list of images has no column of labels: the folders in it are the labels.
     if len(table.column_names) == 1 and not columns.label:
