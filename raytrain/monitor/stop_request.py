@@ -18,6 +18,7 @@ from typing import Any, TextIO
 from raytrain.errors import UsageError
 from raytrain.runs.documents import STATUS, STOP_REQUEST, open_run, read_json, write_json
 from raytrain.runs.outcome import StopReason
+from raytrain.runs.ownership import read_claim
 from raytrain.runs.status import WATCH_S, parse_status, stored_status, watch_for_life
 from raytrain.storage.store import Store
 
@@ -29,15 +30,16 @@ _ONE_STOP_S = 1.0  # the shell, `uv run` and `ray job stop` each send or forward
 def request_stop(storage: str, name: str, reason: StopReason) -> None:
     """Write a stop request into the storage of a run. Raise UsageError if there is no such run, or it does not train.
 
-    A run whose status is old is watched for some seconds: perhaps only the clock of its machine is wrong. If nothing is
-    heard of it, UsageError is raised, too, but the request stays in storage. Raises StorageError if that is out of
-    reach.
+    A run whose status is old is watched for some seconds: perhaps only the clock of its machine is wrong. So is one
+    that has ended, but has an owner: a resume may be starting its workers. If nothing is heard of it, UsageError is
+    raised, too, but the request stays in storage. Raises StorageError if that is out of reach.
     """
     store = open_run(storage, name)
     # ``stored`` is what the run wrote last; ``status`` is "interrupted" if that says "running" but is old.
     document = read_json(store, STATUS)
     stored, status = stored_status(document), parse_status(document)
-    may_train = stored.active and not stored.is_gone
+    claim = read_claim(store)
+    may_train = (stored.active and not stored.is_gone) or (claim is not None and claim.may_be_alive)
     if may_train:
         # The time makes each request another document: an attempt that begins drops the one that was there before it.
         now = datetime.now(timezone.utc).isoformat()
@@ -48,7 +50,7 @@ def request_stop(storage: str, name: str, reason: StopReason) -> None:
     # The request remains in storage: a machine that sleeps may continue later.
     unheard = ""
     if may_train:
-        _log.warning("waiting %.0f s to see whether run %r still trains: its last status is old", WATCH_S, name)
+        _log.warning("waiting up to %.0f s to see whether a process trains run %r, or is starting to", WATCH_S, name)
         if watch_for_life(store):
             return
         unheard = f", and has written nothing for {WATCH_S:.0f} s; if it still trains, it will find the request to stop"

@@ -92,6 +92,16 @@ class Claim:
             raise ValueError("it is no claim")
         return cls(**known)
 
+    @property
+    def may_be_alive(self) -> bool:
+        """True unless the owner has released the run, or its process is known to have ended."""
+        # Process numbers can be compared only on one machine that has not rebooted, whose ID is known. A claim with the
+        # number of this process is dead if this process does not hold it: an earlier process had the same number.
+        is_known_dead = self.machine == machine_id() != "" and (
+            self.token not in _held if self.pid == os.getpid() else not psutil.pid_exists(self.pid)
+        )
+        return not self.released and not is_known_dead
+
     def check(self, content: bytes | None, url: str) -> None:
         """Raise OwnerChanged unless the claim of the run at ``url``, whose content is given, still names this owner."""
         # If the claim is gone, the run was deleted, and one more write must not bring it back.
@@ -188,15 +198,9 @@ def claim_run(store: Store, name: str) -> RunClaim:
         >>> with claim_run(store, "digits") as claim:
         ...     claim.owned_store.put("config.json", b"{}")
     """
-    before = _read(store)
-    if before is not None and not before.released:
-        # Process numbers can be compared only on one machine that has not rebooted, whose ID is known. A claim with the
-        # number of this process is dead if this process does not hold it: an earlier process had the same number.
-        is_known_dead = before.machine == machine_id() != "" and (
-            before.token not in _held if before.pid == os.getpid() else not psutil.pid_exists(before.pid)
-        )
-        if not is_known_dead:
-            before = _wait_for_lease(store, before, name)
+    before = read_claim(store)
+    if before is not None and before.may_be_alive:
+        before = _wait_for_lease(store, before, name)
 
     # The first owner has the fence 1. One that follows an owner which has not released the run takes over: its own
     # fence is the takeover. Any other owner keeps the takeover of the owner before. If somebody has deleted the claim,
@@ -233,7 +237,7 @@ def _write_claim(store: Store, claim: Claim, before: Claim | None, name: str) ->
     try:
         store.put_if(CLAIM, claim.to_json(), before and before.to_json())
     except ObjectChanged:
-        raise _is_training(store, name, _read(store)) from None
+        raise _is_training(store, name, read_claim(store)) from None
 
     if not store.has_conditional_puts():
         # Two processes may both have written: the owner is the one whose claim is there a moment later.
@@ -244,7 +248,7 @@ def _write_claim(store: Store, claim: Claim, before: Claim | None, name: str) ->
             name,
         )
         time.sleep(_READ_BACK_AFTER_S)
-        if (stored := _read(store)) != claim:
+        if (stored := read_claim(store)) != claim:
             raise _is_training(store, name, stored)
 
 
@@ -264,7 +268,7 @@ def _wait_for_lease(store: Store, claim: Claim, name: str) -> Claim | None:
     deadline = time.monotonic() + LEASE_S
     while True:
         is_over = time.monotonic() >= deadline  # before the claim is read: this machine may have slept in between
-        stored = _read(store)
+        stored = read_claim(store)
         if stored is None or stored.released:
             return stored
         if stored != claim:
@@ -284,8 +288,8 @@ def _is_training(store: Store, name: str, claim: Claim | None) -> UsageError:
     return UsageError(f"Run {name!r} is training at this moment{where}; `{stop}` stops it.")
 
 
-def _read(store: Store) -> Claim | None:
-    """Return the claim in storage; None if nobody has owned the run. Raise UsageError if it is damaged."""
+def read_claim(store: Store) -> Claim | None:
+    """Return the claim in the ``store`` of a run; None if nobody has owned it. Raise UsageError if it is damaged."""
     try:
         return Claim.parse(store.get(CLAIM))
     except FileNotFoundError:

@@ -16,6 +16,7 @@ import raytrain
 from raytrain.config import TrainConfig
 from raytrain.errors import UsageError, shell_command
 from raytrain.monitor.stop_request import read_stop_request, request_stop
+from raytrain.runs import ownership
 from raytrain.runs import status as status_module
 from raytrain.runs.checkpoint_files import list_checkpoints, newest_step
 from raytrain.runs.documents import (
@@ -31,7 +32,7 @@ from raytrain.runs.documents import (
     write_json,
 )
 from raytrain.runs.outcome import StopReason
-from raytrain.runs.ownership import machine_id
+from raytrain.runs.ownership import claim_run, machine_id
 from raytrain.runs.records import list_runs
 from raytrain.runs.status import RunStatus, read_status, write_status
 from raytrain.storage.store import Store
@@ -177,6 +178,16 @@ def test_a_run_that_has_ended_cannot_be_stopped(storage: str, status: str, hint:
     with pytest.raises(UsageError, match=hint):
         request_stop(storage, "first", StopReason("caller", ""))
     assert read_stop_request(store) is None
+
+
+def test_a_resume_that_is_starting_its_workers_can_be_stopped(storage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ownership, "RENEW_EVERY_S", 0.5)
+    store = make_run(storage, "first", "stopped", step=1000)
+    with claim_run(store, "first"):
+        request_stop(storage, "first", StopReason("caller", "enough seen"))
+        assert read_stop_request(store) == StopReason("caller", "enough seen")
+    with pytest.raises(UsageError, match="it is stopped at step 1,000; resume it with --resume"):
+        request_stop(storage, "first", StopReason("caller", ""))
 
 
 def test_an_interrupted_run_cannot_be_stopped(storage: str, monkeypatch: pytest.MonkeyPatch) -> None:
