@@ -19,7 +19,7 @@ def takes_config(function: Callable[P, R]) -> Callable[P, R]:
     """Make ``function``, one of raytrain's whose first argument is ``config``, refuse calls that Python would refuse.
 
     UsageError replaces Python's TypeError for an option that is given beside the config, a call without a config, and a
-    second value without a name.
+    second value without a name. It is also raised for a config of another type.
 
     Example: ``takes_config(train)(data="photos")`` says to write raytrain.train(raytrain.TrainConfig(data=…)).
     """
@@ -38,6 +38,9 @@ def takes_config(function: Callable[P, R]) -> Callable[P, R]:
                 f"{name} cannot be called so: {error}{hint}; write {name}(raytrain.TrainConfig({option}=…)), and "
                 f"see help({name}) for what it takes beside the options."
             ) from None
+        config: object = args[0] if args else kwargs["config"]
+        if not isinstance(config, TrainConfig):
+            raise UsageError(f"The options are a {type(config).__name__}; give raytrain.TrainConfig(data=…, …).")
         return function(*args, **kwargs)
 
     return call

@@ -138,7 +138,8 @@ class TrainConfig(
     def __new__(cls, *values: object, **options: object) -> Self:
         """Make the object; raise UsageError, where Python would raise TypeError, for an unknown or unnamed option."""
         if values:
-            raise UsageError(f"TrainConfig has a value without a name, {values[0]!r}; write learning_rate=0.1.")
+            example = f"data={values[0]!r}" if isinstance(values[0], str) else "learning_rate=0.1"
+            raise UsageError(f"TrainConfig has a value without a name, {values[0]!r}; write {example}.")
         known = {field.name for field in dataclasses.fields(cls)}
         for name in options:
             if name not in known:

@@ -54,14 +54,15 @@ class ComparedRun:
         return dataclasses.asdict(self)
 
 
-def compare(runs: str | Sequence[str], *, storage: Location = "./runs") -> list[ComparedRun]:
-    """Compare runs, in the order of their names in ``runs``; a sweep, which may be named alone, stands for its trials.
+def compare(runs: str | Sequence[str], *others: str, storage: Location = "./runs") -> list[ComparedRun]:
+    """Compare ``runs`` and ``others``, in the order of their names; a sweep, which may be alone, stands for its trials.
 
     Trials that have not begun are left out. Raises UsageError if fewer than two runs remain, or one does not exist.
 
-    Example: ``raytrain.compare(["first", "second"])[0].validation_accuracy``
+    Example: ``raytrain.compare("first", "second")[0].validation_accuracy``, or with a list of names
     """
-    return compare_records(read_runs([runs] if isinstance(runs, str) else runs, os.fspath(storage)))
+    names = [runs] if isinstance(runs, str) else runs
+    return compare_records(read_runs([*names, *others] if others else names, os.fspath(storage)))
 
 
 def read_runs(runs: Sequence[str], storage: str) -> list[RunRecord]:

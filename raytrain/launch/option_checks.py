@@ -53,12 +53,10 @@ def check_options(config: TrainConfig, loop: Callable[[Run], None] | None = None
 
 
 def check_named(config: TrainConfig) -> None:
-    """Raise UsageError if this is no TrainConfig, if ``data`` is missing, or if no run may have the name.
+    """Raise UsageError if ``data`` is missing, or if no run may have the name.
 
     A run that resumes must have a name. UsageError is also raised if the current folder was removed.
     """
-    if not isinstance(config, TrainConfig):  # pyright: ignore[reportUnnecessaryIsInstance]  # a user's call
-        raise UsageError(f"The options are a {type(config).__name__}; give raytrain.TrainConfig(data=…, …).")
     current_folder()  # raises UsageError if there is none: processes are about to start there
     if config.resume and not config.name:  # with a name, --data would be that of the run
         raise UsageError(f"--resume needs --name; `{shell_command('runs', storage=config.storage)}` lists the runs.")

@@ -101,7 +101,7 @@ def test_a_run_that_stopped_in_its_first_epoch_has_a_part_of_an_epoch(storage: s
 
 def test_a_run_that_was_evaluated_before_its_first_step_is_compared(storage: str) -> None:
     make_run(storage, "before", [{"kind": "evaluation", "step": 0, "epoch": 1, "accuracy": 0.1, "elapsed_s": 1.0}])
-    _, before = raytrain.compare(["first", "before"], storage=storage)
+    _, before = raytrain.compare("first", "before", storage=storage)
     assert (before.steps, before.epochs, before.validation_accuracy) == (0, 0.0, 0.1)
 
 

@@ -36,6 +36,7 @@ def test_options_beside_the_config_are_refused(function: Callable[..., Any]) -> 
     assert f"write {name}(raytrain.TrainConfig(epochs=…))" in sentence_of(lambda: function(CONFIG, epochs=3))
     assert f"write {name}(raytrain.TrainConfig(data=…))" in sentence_of(function)
     assert "too many positional arguments" in sentence_of(lambda: function(CONFIG, print))
+    assert sentence_of(lambda: function("photos")) == "The options are a str; give raytrain.TrainConfig(data=…, …)."
     assert "'lr' (did you mean learning_rate?); write" in sentence_of(lambda: function(CONFIG, lr=1))
 
 
