@@ -12,8 +12,8 @@ from raytrain.config.named_functions import load_function
 from raytrain.config.network import timm_name
 from raytrain.inference.classifier import Classifier
 from raytrain.recipes import auto
-from raytrain.runs.metric_row import own_metrics
-from raytrain.runs.metrics_history import read_evaluation
+from raytrain.runs.metric_row import MetricRow, own_metrics
+from raytrain.runs.metrics_history import read_evaluations
 from raytrain.runs.outcome import train_command
 from raytrain.runs.provenance import provenance_at, read_provenance
 from raytrain.runs.redact import one_line
@@ -38,7 +38,7 @@ An image classifier with {num_classes} classes. `{file}` holds its weights, unde
 |---|---|
 | network | `{model}`, {num_classes} outputs, {channels} input channels |
 | training | {step:,} steps, {samples:,} images |
-| validation images | {result} |
+{results}
 | made of | {made_of} |
 | training data | SHA-256 of the names, labels and sizes of the images: `{digest}` |
 
@@ -80,24 +80,21 @@ def model_card(run: str, store: Store, file: str, config: ResolvedConfig, checkp
     """Return the model card of ``file`` in Markdown; the file has the evaluated weights of a ``checkpoint`` of ``run``.
 
     ``lines`` of Python, such as those of :func:`example`, classify an image with the network. In the ``store`` of the
-    run are the provenance of the attempt that wrote the checkpoint, and the row of its evaluation.
+    run are the provenance of the attempt that wrote the checkpoint, and the rows of its evaluation and of the test
+    images.
     """
     identity, progress = checkpoint.identity, checkpoint.progress
     provenance = provenance_at(read_provenance(store), progress.step)
 
     # The last evaluation counts only if it is of these very weights: the run may have trained on since.
+    views = "".join(_TEST_VIEWS[view] for view in config.test_views)
     result = "not measured"
-    if progress.evaluated_step == progress.step and None not in (
-        progress.validation_accuracy,
-        progress.validation_loss,
-    ):
-        result = f"accuracy {progress.validation_accuracy:.2%}, loss {progress.validation_loss:.4g}"
-        others = own_metrics(None, read_evaluation(store, progress.step))  # those of --metrics among them
-        result += "".join(
-            f", {one_line(name.removeprefix('validation '))} {value:.4g}"
-            for name, value in others.items()
-            if value is not None
-        )
+    evaluation, test = read_evaluations(store, progress.step)
+    if progress.evaluated_step == progress.step:
+        result = _measured(progress.validation_accuracy, progress.validation_loss, evaluation) or result
+    results = f"| validation images | {result}{views} |"
+    if test is not None and (of_test := _measured(test.accuracy, test.loss, test)):
+        results += f"\n| test images | {of_test}{views} |"
 
     # From the file of an image to the input of the network, in words.
     height, width = config.full_image_size
@@ -125,7 +122,7 @@ def model_card(run: str, store: Store, file: str, config: ResolvedConfig, checkp
         channels=config.channels,
         step=progress.step,
         samples=progress.samples_seen,
-        result=result + "".join(_TEST_VIEWS[view] for view in config.test_views),
+        results=results,
         made_of=one_line(provenance.summary()) if provenance else "not known",
         digest=one_line(identity.manifest_digest),
         preprocessing=preprocessing_text,
@@ -134,6 +131,18 @@ def model_card(run: str, store: Store, file: str, config: ResolvedConfig, checkp
         start=one_line(start),
         command=one_line(train_command(config)),
     ).encode()
+
+
+def _measured(accuracy: float | None, loss: float | None, row: MetricRow | None) -> str:
+    """Return accuracy, loss, and the metrics of ``row`` that not every run has; "" without accuracy or loss."""
+    if accuracy is None or loss is None:
+        return ""
+    others = own_metrics(None, row)  # those of --metrics among them
+    return f"accuracy {accuracy:.2%}, loss {loss:.4g}" + "".join(
+        f", {one_line(name.removeprefix('validation '))} {value:.4g}"
+        for name, value in others.items()
+        if value is not None
+    )
 
 
 # The lines of Python that :func:`example` puts together. They do what data/images/decode.py does: a JPEG is decoded at

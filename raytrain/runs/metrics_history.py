@@ -224,13 +224,18 @@ def read_metrics(store: Store, report: Report = ignore) -> list[MetricRow]:
     return _parse_undamaged(lines.rows, METRICS, MetricRow.from_json, report)
 
 
-def read_evaluation(store: Store, step: int) -> MetricRow | None:
-    """Return the last row of an evaluation after ``step`` steps of a stored run; None if there is none.
+def read_evaluations(store: Store, step: int) -> tuple[MetricRow | None, MetricRow | None]:
+    """Return the last rows, of a stored run, of an evaluation after ``step`` steps and of its test images, if any.
 
-    Example: ``read_evaluation(run_store("./runs", "first"), 300).metrics["top5"]``
+    The test images are measured at a run's end, with its best checkpoint. If it has trained on since, that may be
+    another checkpoint now, and there is no row of the test images.
+
+    Example: ``read_evaluations(run_store("./runs", "first"), 300)[0].metrics["top5"]``
     """
-    rows = [row for row in read_metrics(store) if row.kind == "evaluation" and row.step == step]
-    return rows[-1] if rows else None
+    rows = [row for row in read_metrics(store) if row.kind != "step"]
+    of_step = [row for row in rows if row.kind == "evaluation" and row.step == step]
+    test = rows[-1] if rows and rows[-1].kind == "test" else None
+    return (of_step[-1] if of_step else None), test
 
 
 def read_skipped(store: Store, report: Report = ignore) -> list[SkippedImage]:

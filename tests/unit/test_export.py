@@ -131,6 +131,7 @@ def test_exported_weights_are_those_of_the_run_with_a_card_beside_them(tmp_path:
         {"kind": "evaluation", "step": step, "epoch": 1, "accuracy": 0.75, "top5": top5, "my_error": None}
         for step, top5 in ((1, 0.875), (2, 0.5))
     ]
+    rows.append({"kind": "test", "step": 2, "epoch": 1, "accuracy": 0.7, "loss": 0.9, "top5": 0.8})
     run_store(str(tmp_path), "run").put(METRICS, encode_lines(rows))
     file = tmp_path / "model.safetensors"
     result = raytrain.export("run", str(file), storage=str(tmp_path))
@@ -149,6 +150,7 @@ def test_exported_weights_are_those_of_the_run_with_a_card_beside_them(tmp_path:
         text in card
         for text in [*told, "accuracy 75.00%, loss 0.5, top5 0.875 |", "digest-of-data", "raytrain train digits"]
     )
+    assert "| test images | accuracy 70.00%, loss 0.9, top5 0.8 |" in card
     start = "train auto --data IMAGES --model raytrain.models:digits --weights model.safetensors --channels 1`"
     assert f"{start} starts a run" in card
     assert "\x1b" not in card and card.count("\n```\n") == 3
