@@ -55,7 +55,19 @@ def absolute_path(path: str) -> str:
 
 
 def expanded_path(path: str) -> Path:
-    """Return ``path`` with ``~`` replaced by the home folder; raise UsageError if it names a user who is unknown."""
+    """Return ``path`` with ``~`` replaced by the home folder.
+
+    Raises UsageError if it names a user who is unknown, and for quotes around it or a variable at its beginning, which
+    only a shell takes away and replaces: as a name, they would be looked for, or be made, in the current folder.
+    """
+    if path[:1] in ("'", '"') and path[:1] == path[1:][-1:]:
+        raise UsageError(f"The path {path} has quotes around it that belong to its text; give it as {path[1:-1]}.")
+    variable = re.match(r"\$\{?(\w+)", path)
+    if variable and variable[1] in os.environ:
+        raise UsageError(
+            f"The path {path} begins with ${variable[1]}, which only a shell replaces, and not in single quotes; "
+            "give the path that it stands for."
+        )
     try:
         return Path(path).expanduser()
     except RuntimeError:

@@ -192,7 +192,16 @@ def test_a_relative_folder_is_resolved_when_it_is_opened(tmp_path: Path, monkeyp
     assert (tmp_path / "runs/a").read_bytes() == b"1" and store.url == str(tmp_path / "runs")
 
 
-def test_the_home_folder_of_nobody_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("path", "sentence"),
+    [
+        ("~no-such-user/a.csv", r"no home folder for ~no-such-user/a\.csv; .* or \./~no-such-user/a\.csv"),
+        ('"a.csv"', r"""path "a\.csv" has quotes around it .*; give it as a\.csv\.|--output is '"a\.csv"'"""),
+        ("$HOME/a.csv", r"The path \$HOME/a\.csv begins with \$HOME, which only a shell"),
+        ("${HOME}/a.csv", r"The path \$\{HOME\}/a\.csv begins with \$HOME, which only a shell"),
+    ],
+)
+def test_what_only_a_shell_would_replace_is_refused(path: str, sentence: str) -> None:
     uses: list[Callable[[str], object]] = [
         open_store,
         read_input,
@@ -201,8 +210,8 @@ def test_the_home_folder_of_nobody_is_refused(tmp_path: Path) -> None:
         check_weights_source,
     ]
     for use in uses:
-        with pytest.raises(UsageError, match=r"no home folder for ~no-such-user/a\.csv; .* or \./~no-such-user/a\.csv"):
-            use("~no-such-user/a.csv")
+        with pytest.raises(UsageError, match=sentence):
+            use(path)
 
 
 def test_a_failed_write_keeps_the_old_content_and_leaves_no_partial_file(
