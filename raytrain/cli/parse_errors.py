@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 from tyro import _errors as events  # pyright: ignore[reportPrivateUsage]
 
+from raytrain.config import TrainConfig
+from raytrain.config.option_values import hints_of
 from raytrain.config.options import option_known_as
 from raytrain.errors import UsageError, did_you_mean, flag
 from raytrain.recipes import RECIPES
@@ -101,6 +103,27 @@ def _form(argument: ArgumentDefinition) -> str:
     return re.sub("[{}]", "", argument.lowered.metavar or "").removeprefix(f"{NONE}|")
 
 
+def how_given(word: str) -> str:
+    """Return how a command that trains takes a ``word`` that stands without an option; "" for any other word.
+
+    Example: ``how_given("resnet18") == "a network is given as --model resnet18"``
+    """
+    from raytrain.training.model_names import is_network  # most commands do without it
+
+    name, equals, value = word.partition("=")
+    option = name if name in hints_of(TrainConfig) else option_known_as(name)
+    if equals and option:
+        return f"an option is given as {shlex.join([flag(option), value])}"
+    for is_it, what in (
+        ("://" in word or os.path.isdir(word), "images are given as --data"),
+        (re.search(r"\.py(:\w*)?$", word), "a loop of your own is given as --loop"),
+        (is_network(word), "a network is given as --model"),
+    ):
+        if is_it:
+            return f"{what} {shlex.quote(word)}"
+    return ""
+
+
 def _sentence_on_unknown(
     words: Sequence[str], flags: Collection[str], commands_with: Callable[[str], Sequence[str]]
 ) -> str:
@@ -116,8 +139,8 @@ def _sentence_on_unknown(
         if "--data" in flags and os.path.isfile(os.path.join(word, CONFIG)):
             storage, _, run = word.rstrip("/").rpartition("/")
             advice = f"a run is given as {shlex.join(['--name', run, '--storage', storage or '.'])}"
-        elif "--data" in flags and ("://" in word or os.path.isdir(word)):
-            advice = f"images are given as --data {shlex.quote(word)}"
+        elif "--data" in flags:
+            advice = how_given(word) or advice
         return f"There is one argument too many: {word!r}; {advice}."
     name = words[0].partition("=")[0]
     meant = flag(option_known_as(name.removeprefix("--")) or "")

@@ -12,9 +12,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
-import os
 import re
-import shlex
 import shutil
 import sys
 import textwrap
@@ -28,7 +26,7 @@ from tyro.conf import FlagCreatePairsOff, Suppress, arg, subcommand
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from raytrain.cli.flags import complete_switches, hints_of_command, join_repeated
-from raytrain.cli.parse_errors import NONE, as_usage_errors
+from raytrain.cli.parse_errors import NONE, as_usage_errors, how_given
 from raytrain.config import SECTIONS, TrainConfig
 from raytrain.config.option_marks import Mark, Synonym
 from raytrain.config.options import marks_of, options_with
@@ -203,8 +201,8 @@ def _only_named(kind: str, choices: Mapping[str, T], words: Sequence[str]) -> Ma
         return choices  # for the help, or for an error that names them all
     if words[0] not in choices:
         hint = did_you_mean(words[0], choices)
-        if kind == "recipe" and ("://" in words[0] or os.path.isdir(words[0])):
-            hint = f" (images are given as --data {shlex.quote(words[0])})"
+        if kind == "recipe" and (advice := how_given(words[0])):
+            hint = f" ({advice})"
         raise UsageError(f"There is no {kind} {words[0]!r}{hint}; the {kind}s are {', '.join(choices)}.")
     return {words[0]: choices[words[0]]}
 

@@ -38,6 +38,14 @@ def check_model_name(name: str) -> None:
         raise unknown_classifier(name, known)
 
 
+def is_network(name: str) -> bool:
+    """Return True if ``name`` is that of a network of torchvision, or begins as one of timm's does.
+
+    Example: ``is_network("resnet18") and is_network("timm:vit_tiny_patch16_224")``
+    """
+    return timm_name(name) is not None or name in _classifiers_of("torchvision")
+
+
 @cache
 def _classifiers_of(library: str) -> list[str]:
     """Return the names of the networks that a library's files register; empty if they register them in another way."""
