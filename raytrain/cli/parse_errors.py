@@ -17,7 +17,7 @@ from tyro import _errors as events  # pyright: ignore[reportPrivateUsage]
 
 from raytrain.config import TrainConfig
 from raytrain.config.option_values import hints_of
-from raytrain.config.options import option_known_as
+from raytrain.config.options import option_known_as, why_needless
 from raytrain.errors import UsageError, did_you_mean, flag
 from raytrain.recipes import RECIPES
 from raytrain.runs.documents import CONFIG
@@ -152,4 +152,6 @@ def _sentence_on_unknown(
         owners = " and ".join(f"`raytrain {command}`" for command in commands)
         return f"There is no option {name} here; {owners} {'has' if len(commands) == 1 else 'have'} it."
     hint = f" (did you mean {meant}?)" if meant in flags else did_you_mean(name, flags)
+    if "--data" in flags and (reason := why_needless(name.removeprefix("--"))):
+        hint = f": {reason}"
     return f"There is no option {name}{hint}."

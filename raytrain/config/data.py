@@ -29,7 +29,7 @@ from raytrain.errors import UsageError, flag
 class DataOptions:
     """Images and their labels."""
 
-    data: Annotated[str, Mark.COMMON, Mark.SHARED_PLACE, KnownAs("data-dir dataset train train-dir root")] = (
+    data: Annotated[str, Mark.COMMON, Mark.SHARED_PLACE, KnownAs("data-dir dataset train train-data root")] = (
         option_field(default="", converter=LOCATION)
     )
     """Training images: a folder or URL (s3://…, gs://…, az://…). Its folders are the classes, or --labels says them."""

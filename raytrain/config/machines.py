@@ -75,7 +75,7 @@ class MachineOptions:
         Mark.SWEEPABLE,
         Mark.DECIDED_ANEW,
         Mark.OF_LAUNCHER,
-        KnownAs("gpus num-gpus devices nproc-per-node"),
+        KnownAs("gpus num-gpus devices nproc-per-node world-size num-processes"),
     ] = option_field(default="auto", converter=Accepts[int | str | Sequence[int], int | str]())
     """Processes that train. auto: one per GPU, else as many on CPUs as fit beside the readers; 1..4: elastic."""
     device: Annotated[
@@ -84,7 +84,7 @@ class MachineOptions:
         Mark.COMMON,
         Mark.DECIDED_ANEW,
         Mark.DECIDED_AT_START,
-        KnownAs("gpu gpu-ids cuda"),
+        KnownAs("gpu gpu-ids cuda cpu no-cuda accelerator"),
     ] = "auto"
     """auto: GPUs if there are any; cuda:0,2: GPUs by their numbers in `raytrain devices`; cuda:A100: GPUs of a type."""
     backend: Annotated[Literal["ray", "local"], Mark.COMMON, Mark.DECIDED_ANEW, Mark.OF_LAUNCHER] = "ray"

@@ -67,7 +67,7 @@ class NetworkOptions:
         Mark.SWEEPABLE,
         Mark.SHARED_PLACE,
         TakenBy("run.build_model"),
-        KnownAs("pretrained initial-checkpoint checkpoint ckpt"),
+        KnownAs("pretrained initial-checkpoint checkpoint ckpt ckpt-path"),
     ] = option_field(default=None, converter=OPTIONAL_LOCATION)
     """Initial weights: DEFAULT (the library's), a file, a URL (s3://, gs://, az://), hf://owner/name, a checkpoint."""
     freeze: Annotated[tuple[str, ...], Mark.SHAPES_STATE, TakenBy("run.build_model")] = option_field(
@@ -80,7 +80,7 @@ class NetworkOptions:
         Mark.CHOSEN_BY_AUTO,
         Mark.COMMON,
         Mark.DECIDED_AT_START,
-        KnownAs("size img-size imgsz resolution"),
+        KnownAs("size img img-size imgsz input-size resolution"),
     ] = option_field(default=None, converter=Accepts[int | str | Sequence[int] | None, ImageSize | str | None]())
     """In pixels; by default as timm's weights want it, or 224 224. 128..224: grows over the epochs."""
     channels: Literal[1, 3] = 3
@@ -108,7 +108,7 @@ class NetworkOptions:
         Mark.CHOSEN_BY_AUTO,
         Mark.SWEEPABLE,
         Mark.DECIDED_AT_START,
-        KnownAs("amp fp16 bf16 mixed-precision"),
+        KnownAs("amp fp16 bf16 fp32 half mixed-precision"),
     ] = "auto"
     """auto: bfloat16 if all devices compute it natively, else float32. 16 bits are mixed: the weights stay float32.
     tf32: float32, with products that NVIDIA's GPUs since Ampere compute faster, from rounded factors."""

@@ -71,7 +71,7 @@ class RunOptions:
     """Your own training loop: file.py:function or package.module:function, which is called with the run."""
     seed: Annotated[int, Interval(ge=0, le=_MAX_SEED), Mark.SWEEPABLE] = 0
     """Seed of the initial weights, the sample order, the augmentation and the images held out for validation."""
-    log_every: Annotated[PositiveInt, Mark.SET_BY_FIND_RATE] = 10
+    log_every: Annotated[PositiveInt, Mark.SET_BY_FIND_RATE, KnownAs("log-interval print-freq")] = 10
     """Steps between rows of the metrics history."""
     track: Annotated[tuple[str, ...], Mark.OF_COMMAND, Mark.OWN_CODE, KnownAs("wandb log-wandb tensorboard logger")] = (
         option_field(default=(), converter=TEXTS)
@@ -100,6 +100,18 @@ SECTIONS = {
     "checkpoint": CheckpointOptions,
 }
 """The sections by name, in the order of the help: first those that most people use."""
+
+
+_NEEDLESS = {
+    "num-workers pin-memory persistent-workers prefetch-factor": (
+        "all CPUs that are free read images ahead; --workers are processes that train"
+    ),
+    "num-classes nc": "folders or labels say which classes there are",
+    "shuffle": "each epoch has the training images in an order of its own, which --seed decides",
+    "distributed ddp sync-bn local-rank": "--workers are the processes that train, and they compute what one would",
+    "aws-profile region endpoint-url": "AWS_PROFILE, AWS_REGION and AWS_ENDPOINT_URL in the environment say it",
+}
+"""Flags of other trainers that need no option here, with the reason."""
 
 
 def _says_how_to_change(options: type[T]) -> type[T]:
@@ -356,13 +368,24 @@ def option_known_as(name: str) -> str | None:
     return None
 
 
+def why_needless(name: str) -> str | None:
+    """Return why no option is needed for what other trainers call ``name``; None for any other name.
+
+    Example: ``why_needless("num_classes")``
+    """
+    return next((reason for names, reason in _NEEDLESS.items() if flag(name)[2:] in names.split()), None)
+
+
 def similar_options(name: str) -> str:
     """Return `` (did you mean …?)`` with the options that are similar to ``name``; empty text if there are none.
 
-    If ``name`` is the second flag of an option, or its flag in other trainers, it names only that one.
+    If ``name`` is the second flag of an option, or its flag in other trainers, it names only that one. If no option is
+    needed for what it says, the text says why.
 
     Example: ``similar_options("lr") == " (did you mean learning_rate?)"``
     """
+    if reason := why_needless(name):
+        return f" ({reason})"
     meant = option_known_as(name)
     return f" (did you mean {meant}?)" if meant else did_you_mean(name, hints_of(TrainConfig))
 

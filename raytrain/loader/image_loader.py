@@ -32,6 +32,7 @@ import torch
 from raytrain.config import ResolvedConfig, TrainConfig
 from raytrain.config.data import AugmentationOptions, DataOptions
 from raytrain.config.named_functions import load_optional
+from raytrain.config.options import why_needless
 from raytrain.data.blocks import LocalBatch
 from raytrain.data.dataset import Dataset, evaluation_plan, open_dataset
 from raytrain.data.images.crop_box import fastest_resizer
@@ -488,8 +489,9 @@ def _options(data: str | os.PathLike[str], batch_size: int, options: dict[str, A
     known = {field.name for section in sections for field in dataclasses.fields(section)} | {*_OTHER_OPTIONS}
     for name in options:
         if name not in known:
+            hint = f" ({reason})" if (reason := why_needless(name)) else did_you_mean(name, known)
             raise UsageError(
-                f"ImageLoader has no option {name}{did_you_mean(name, known)}; it takes those of the data, the images "
+                f"ImageLoader has no option {name}{hint}; it takes those of the data, the images "
                 "and the augmentation, which `raytrain train custom --help-all` lists."
             )
 

@@ -246,6 +246,7 @@ def test_an_image_that_kills_its_decoder_is_left_out(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"num_workers": 4}, r"no option num_workers \(all CPUs that are free read images ahead;"),
         ({"learning_rate": 0.1}, "ImageLoader has no option learning_rate; it takes those of the data"),
         ({"flipp": "random"}, r"no option flipp \(did you mean flip\?\)"),
         ({"rank": 1}, "only one of rank and world_size"),

@@ -41,6 +41,7 @@ def resolved(num_workers: int, found: str = "cpu", **given: Any) -> ResolvedConf
         ("bs", "did you mean batch_size?"),
         ("epoch", "did you mean epochs?"),
         ("amp", "did you mean precision?"),
+        ("num_classes", "folders or labels say which classes there are"),
     ],
 )
 def test_an_option_that_does_not_exist_is_refused_with_the_one_that_was_meant(name: str, hint: str) -> None:

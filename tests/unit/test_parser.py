@@ -265,6 +265,7 @@ def test_options_may_come_before_the_command(stored: TrainConfig) -> None:
         ("train cifar11", "There is no recipe 'cifar11' (did you mean cifar10?); the recipes are "),
         ("train", "Choose one of digits, digits-lstm, cifar10, "),
         ("train cifar10 --epoch 3", "There is no option --epoch (did you mean --epochs or --head-epochs?)."),
+        ("train cifar10 --num-workers 4", "There is no option --num-workers: all CPUs that are free read images"),
         ("train cifar10 --jsn", "There is no option --jsn (did you mean --json?)."),
         ("train cifar10 --recipe digits", "There is no option --recipe"),
         ("find-rate cifar10 --rates 1 --resume", "There is no option --resume here; `raytrain train` and `raytrain sw"),
