@@ -134,6 +134,13 @@ class MachineOptions:
         chosen = self.device.partition(":")[2]
         return chosen if chosen[:1].isalpha() else None
 
+    def loads(self, num_workers: int) -> tuple[float, ...]:
+        """Return the load of each of ``num_workers`` workers, relative to the others: by default, all have the same.
+
+        Example: ``TrainConfig(batch_size=8).loads(2) == (1.0, 1.0)``
+        """
+        return self.worker_load or (1.0,) * num_workers
+
 
 def check_machines(options: MachineOptions) -> None:
     """Raise UsageError if ``workers`` or ``device`` is malformed, or the options of machines contradict each other."""

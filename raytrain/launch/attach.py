@@ -332,7 +332,7 @@ def _make_run(
 
     # Then open the images. A bad image may have ended the attempt before, so a run that resumes decodes in isolation.
     cache = machine_cache(config, data, first_step, group, opened)
-    loads = config.worker_load or (1.0,) * world_size
+    loads = config.loads(world_size)
     source = RestartingBatches(config, data, rank, loads, cache, reporter, processes, isolated=config.resume)
     opened.enter_context(source)
     note = (lambda text: reporter.note_event(Note(text))) if rank == 0 else None

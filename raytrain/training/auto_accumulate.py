@@ -48,7 +48,7 @@ def _fits(run: Run, num_microbatches: int) -> bool:
     It tries one, and frees the memory again.
     """
     plan = replace(run.plan, accumulate=num_microbatches)
-    partition = Partition(plan, run.rank, run.config.worker_load or (1.0,) * run.world_size)
+    partition = Partition(plan, run.rank, run.config.loads(run.world_size))
     num_images = max(1, *partition.microbatch_sizes(plan.batch(0)))  # a worker without images has a placeholder
     fits = True
     try:

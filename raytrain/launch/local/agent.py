@@ -229,7 +229,7 @@ def work(spec: RunSpec, inputs: WorkerInputs) -> None:
 def _train(spec: RunSpec, inputs: WorkerInputs, rank: int, reporter: SocketReporter) -> Outcome:
     """Put this worker's part of the run together, train, and return the outcome; only worker 0 has its checkpoint."""
     config, num_workers, attempt = spec.config, inputs.num_workers, os.environ["TORCHELASTIC_RESTART_COUNT"]
-    loads = config.worker_load or (1.0,) * num_workers
+    loads = config.loads(num_workers)
     isolated = config.resume or attempt != "0"  # a bad image may have ended an earlier attempt
     with MachineBatches(inputs.data, spec.plan, rank, loads, inputs.cache, reporter, isolated=isolated) as source:
         # The user's code is imported after the decoding processes are forked, because it may start threads.

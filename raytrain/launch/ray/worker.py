@@ -150,7 +150,7 @@ def work(spec: RunSpec, inputs: RayWorkerInputs) -> None:
             # Bring together what a run needs of Ray: its images, its weights, its coordinator.
             config = spec.config
             device = ray.train.torch.get_device() if config.device_type == "cuda" else torch.device("cpu")
-            source = RayBatches(spec, inputs, rank, config.worker_load or (1.0,) * world_size)
+            source = RayBatches(spec, inputs, rank, config.loads(world_size))
             weights: Any = None if inputs.weights is None else ray.get(inputs.weights)
             note = (lambda text: reporter.note_event(Note(text))) if rank == 0 else None  # one worker speaks for all
             log_as(spec.loggers, rank, reporter.logged)

@@ -90,7 +90,7 @@ class DataFeed:
             # Begin with the stream that the first attempt will ask for. If it finds room for fewer workers, it will ask
             # for another stream, which ends this one.
             expected = Stream(0, 0, "train", self._first_step, self._placement.num_workers)
-            loads = self._config.worker_load or (1.0,) * expected.num_workers
+            loads = self._config.loads(expected.num_workers)
             for feeder in self.feeders:
                 feeder.read_stream.remote(expected, self.images["train"], self._plan, loads)
         self._filler = CacheFiller(self._coordinator, self._cpus, self.images, self.orders)
