@@ -82,7 +82,7 @@ def serve(
         placement = trained.placement(workers, cluster_hardware())
 
         # Replicas of the network get the credentials of this process, and new ones before those expire.
-        scope = Scope(reads=(f"{trained.store.url}/",), writes=()) if trained.config.scope_keys else None
+        scope = Scope.of([trained.store]) if trained.config.scope_keys else None
         with serving_credentials([trained.store], scope, for_run=run) as (served, lender):
             model = served_model(trained, trained.store.with_lent_credentials(served), top_k, thresholds)
 

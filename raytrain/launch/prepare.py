@@ -48,7 +48,6 @@ from raytrain.runs.metric_row import SkipLimit
 from raytrain.runs.ownership import RunClaim, claim_run
 from raytrain.runs.records import delete_run, has_ended_without_step
 from raytrain.runs.status import RunStatus, read_status
-from raytrain.storage.scoped_keys import Scope
 from raytrain.training.weights_source import check_downloads
 
 if TYPE_CHECKING:
@@ -363,14 +362,6 @@ class PreparedRun(TrainRequest):
         if is_on and self.group is None:
             STARTUP.info("storing images and weights channels last, which makes convolutions faster on a GPU …")
         return is_on
-
-    def scope(self) -> Scope | None:
-        """Return the scope of lent credentials: reading images, and writing the run's folder; None for no limit.
-
-        There is a limit only with ``--scope-keys``.
-        """
-        reads = dict.fromkeys(f"{store.url}/" for store, _, _ in self.data.parts.values())
-        return Scope((*reads,), (f"{self.store.url}/",)) if self.config.scope_keys else None
 
     def monitor_arguments(self, plan: BatchPlan) -> dict[str, Any]:
         """Return the arguments of this run's :class:`~raytrain.monitor.monitor.RunMonitor` after name and history."""

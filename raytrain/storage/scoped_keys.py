@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 from raytrain.errors import UsageError
 from raytrain.storage.clouds.s3_credentials import resolve_credentials
 from raytrain.storage.credentials import Credentials
+from raytrain.storage.store import Store
 
 _LIFE_S = 3600  # STS issues nothing longer to who has a role
 _SESSION = "raytrain"
@@ -32,6 +34,15 @@ class Scope:
 
     reads: tuple[str, ...]
     writes: tuple[str, ...]
+
+    @classmethod
+    def of(cls, read: Iterable[Store], written: Iterable[Store] = ()) -> Scope:
+        """Return the scope of a process that reads some stores, and writes others.
+
+        Example: ``Scope.of([open_store("s3://photos/train")]) == Scope(reads=("s3://photos/train/",), writes=())``
+        """
+        reads, writes = (tuple(dict.fromkeys(f"{store.url}/" for store in stores)) for stores in (read, written))
+        return cls(reads, writes)
 
     def policy(self, partition: str) -> dict[str, Any]:
         """Return the session policy. ``partition`` is a part of AWS: aws, aws-cn or aws-us-gov."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import ExitStack
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from moto import mock_aws
 
 from raytrain.errors import UsageError
 from raytrain.launch.prepare import prepare, settle_options
+from raytrain.launch.ray import coordinator
 from raytrain.launch.ray.serve_credentials import lend_credentials
 from raytrain.storage import scoped_keys
 from raytrain.storage.clouds.s3 import S3
@@ -181,9 +183,16 @@ def test_sts_is_asked_once_for_all_stores(account: None, monkeypatch: pytest.Mon
     assert [each for each in asked if "Token" in each] == ["GetFederationToken eu-west-1"]
 
 
-def test_the_scope_of_a_run_is_its_images_and_itself(images: Path, tmp_path: Path) -> None:
-    with prepare(settle_options(config(images, tmp_path, scope_keys=True))) as prepared:
-        scope = prepared.scope()
-    assert scope == Scope((f"{images}/",), (f"{tmp_path}/run/",))
-    with prepare(settle_options(config(images, tmp_path, name="other"))) as prepared:
-        assert prepared.scope() is None
+def test_the_scope_of_a_run_is_its_images_and_itself(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lent: list[Scope | None] = []
+    monkeypatch.setattr(coordinator, "start_coordinator", lambda *_, **__: None)
+    monkeypatch.setattr(
+        coordinator, "lend_credentials", lambda server, stores, scope: lent.append(scope) or (None, None)
+    )
+    for options in ({"scope_keys": True}, {"name": "other"}):
+        with prepare(settle_options(config(images, tmp_path, **options))) as prepared, ExitStack() as opened:
+            coordinator.open_coordinator(prepared, opened)
+            opened.pop_all()  # nothing has started that could be stopped
+    assert lent == [Scope((f"{images}/",), (f"{tmp_path}/run/",)), None]

@@ -42,6 +42,7 @@ from raytrain.runs.metric_row import SkippedImage
 from raytrain.runs.outcome import StopReason, TrainResult, failure_sentence
 from raytrain.storage.credentials import CredentialFields
 from raytrain.storage.lent_credentials import CredentialBroker, CredentialLender
+from raytrain.storage.scoped_keys import Scope
 from raytrain.storage.store import Store
 from raytrain.training.script_logging import LoggedRecord
 
@@ -238,8 +239,10 @@ def open_coordinator(
     data, store = prepared.data, prepared.store
     coordinator = start_coordinator(prepared.name, store, **monitor_arguments)
     opened.callback(stop_coordinator, coordinator)
-    stores = store, *(part_store for part_store, _, _ in data.parts.values())
-    return coordinator, *lend_credentials(coordinator, stores, prepared.scope())
+    # With --scope-keys, the keys are good for reading the images and for writing the run's folder alone.
+    image_stores = [part_store for part_store, _, _ in data.parts.values()]
+    scope = Scope.of(image_stores, [store]) if prepared.config.scope_keys else None
+    return coordinator, *lend_credentials(coordinator, [store, *image_stores], scope)
 
 
 def start_coordinator(name: str, store: Store, *, num_workers: int, **monitor_arguments: Any) -> CoordinatorHandle:

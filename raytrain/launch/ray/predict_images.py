@@ -30,7 +30,7 @@ def predict_images(request: PredictRequest, placement: Placement, *, scope_keys:
     """
     # Lend the actors credentials for both stores.
     images, run_store = request.images, request.run_store
-    scope = Scope(reads=(f"{images.url}/", f"{run_store.url}/"), writes=()) if scope_keys else None
+    scope = Scope.of([images, run_store]) if scope_keys else None
     with serving_credentials([images, run_store], scope) as (served, lender):
         images, run_store = images.with_lent_credentials(served), run_store.with_lent_credentials(served)
         request_ref = ray.put(replace(request, images=images, run_store=run_store))
