@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from contextlib import suppress
 
 from raytrain.config import TrainConfig
 from raytrain.config.option_marks import Mark
@@ -11,8 +10,8 @@ from raytrain.config.options import options_with
 from raytrain.errors import UsageError, flag, format_count
 from raytrain.recipes import RECIPES
 from raytrain.runs.checkpoint_files import newest_checkpoint
-from raytrain.runs.documents import CONFIG, SUMMARY, known_fields, read_config, read_json, run_store
-from raytrain.runs.outcome import TrainResult, stop_reason_of
+from raytrain.runs.documents import CONFIG, SUMMARY, read_config, read_json, run_store
+from raytrain.runs.outcome import TrainResult, result_of, stop_reason_of
 from raytrain.runs.status import RunStatus, read_status
 
 
@@ -92,10 +91,8 @@ def already_trained(config: TrainConfig) -> tuple[TrainResult, str] | None:
     ended_by = stop_reason.option if stop_reason and is_stopped else None
     would_stop_again = ended_by is not None and getattr(config, ended_by) == getattr(before, ended_by)
     has_same_length = (config.batch_size, config.max_steps) == (before.batch_size, before.max_steps)
-    result = None
-    if has_same_length and (has_finished or has_enough or would_stop_again) and newest_checkpoint(store) is not None:
-        with suppress(TypeError):  # the summary is missing or damaged
-            result = TrainResult(**{**known_fields(TrainResult, summary), "stop_reason": stop_reason})
+    has_ended = has_same_length and (has_finished or has_enough or would_stop_again)
+    result = result_of(summary) if has_ended and newest_checkpoint(store) is not None else None
     if result is None:
         check_budget(config, status, f"Run {config.name!r}")
         return None

@@ -11,17 +11,17 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, Generic, TypeVar, cast, get_args
+from typing import Generic, TypeVar, cast, get_args
 
 from raytrain.errors import StorageError
 from raytrain.monitor.events import TimedEvent, parse_event
 from raytrain.monitor.snapshot import START, RowCursor, Snapshot, Status, View, time_left_s
 from raytrain.monitor.stop_request import read_stop_request
-from raytrain.runs.documents import CONFIG, EVENTS, METRICS, SKIPPED, SUMMARY, known_fields, parse_lines, read_json
+from raytrain.runs.documents import CONFIG, EVENTS, METRICS, SKIPPED, SUMMARY, parse_lines, read_json
 from raytrain.runs.line_file import BLOCK_BYTES, StoredLines
 from raytrain.runs.machine_history import read_machines
 from raytrain.runs.metric_row import MetricRow, steps_per_epoch
-from raytrain.runs.outcome import TrainResult, stop_reason_of
+from raytrain.runs.outcome import result_of
 from raytrain.runs.status import read_status
 from raytrain.runs.stored_rows import RowParser, rows_of_kind
 from raytrain.storage.store import Store
@@ -81,14 +81,7 @@ class RunReader:
         times_s = [*(row.elapsed_s for row in latest_rows), *(at_s for at_s, _ in self._events.parsed)]
         elapsed_s = max([status.elapsed_s, *times_s])
 
-        # Only a run that is over has a result. Its summary may be missing or damaged.
-        result = None
-        if not status.active:
-            summary = read_json(self.store, SUMMARY)
-            with suppress(TypeError):  # a field is missing
-                values = known_fields(TrainResult, summary) | {"stop_reason": stop_reason_of(summary)}
-                result = TrainResult(**cast("dict[str, Any]", values))
-
+        result = None if status.active else result_of(read_json(self.store, SUMMARY))
         return Snapshot(
             name=self.name,
             status=cast(Status, status.status if status.status in get_args(Status) else "interrupted"),

@@ -183,6 +183,14 @@ class TrainResult:
         return dataclasses.asdict(self) | {"stop_reason": self.stop_reason and self.stop_reason.to_json()}
 
 
+def result_of(summary: Mapping[str, Any]) -> TrainResult | None:
+    """Return the result of a run that has ended, from its stored summary; None if that is missing or damaged."""
+    values: dict[str, Any] = known_fields(TrainResult, summary) | {"stop_reason": stop_reason_of(summary)}
+    with suppress(TypeError):  # a field is missing
+        return TrainResult(**values)
+    return None
+
+
 def successful(result: TrainResult) -> TrainResult:
     """Return ``result``; raise TrainingFailed if the run failed."""
     if result.error is not None:
