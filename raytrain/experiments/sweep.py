@@ -19,13 +19,14 @@ from raytrain.config.pickled_code import check_loop
 from raytrain.errors import UsageError
 from raytrain.experiments.optuna_study import check_optuna
 from raytrain.experiments.search_space import Pruner, Sampler
-from raytrain.experiments.sweep_plan import Sweep, plan_sweep
+from raytrain.experiments.sweep_plan import plan_sweep
 from raytrain.experiments.sweep_result import SweepResult
 from raytrain.experiments.sweep_session import SweepSession, SweepView
+from raytrain.experiments.trial_machines import divide_machines
 from raytrain.experiments.trial_results import is_over, stored_result
 from raytrain.experiments.trials import Trial, as_typed, check_names_free, examples_of, trials_of
 from raytrain.launch.option_checks import check_named, check_options
-from raytrain.launch.placement import Hardware, Placement, check_room, place
+from raytrain.launch.placement import check_room
 from raytrain.launch.prepare import TrainRequest, prepare, settle_options
 from raytrain.launch.train import open_machines
 from raytrain.monitor.stop_request import StopSignals
@@ -107,7 +108,7 @@ def sweep(
 
         # Once the machines are known, it is clear how many trials they have room for.
         hardware = join()
-        at_once, placement = _place_trials(planned, prepared.config, hardware)
+        machines = divide_machines(planned, prepared.config, hardware)
         for trial in runs:
             if planned.trains_alone and not is_over(stored_result(trial)):
                 check_room(trial.config, hardware)
@@ -118,8 +119,7 @@ def sweep(
             planned,
             runs,
             examples,
-            at_once,
-            placement,
+            machines,
             loop,
             early_stopping=early_stopping,
             target=target,
@@ -139,19 +139,6 @@ def _with_most_folds(config: TrainConfig, trials: Sequence[Trial]) -> TrainConfi
         return config
     _, fold_of_most = max(folds)
     return dataclasses.replace(config, validation_fold=fold_of_most)
-
-
-def _place_trials(planned: Sweep, config: TrainConfig, hardware: Hardware) -> tuple[int, Placement]:
-    """Return how many trials train at once, and the placement of the workers of all of these.
-
-    Raises UsageError if the machines have too little room for one trial.
-    """
-    workers = 1 if planned.varies_workers or config.workers == "auto" else int(config.workers)
-    check_room(dataclasses.replace(config, workers=workers), hardware)
-    # As many trials train at once as their workers fit; workers beyond those would only take cores from reading.
-    most_workers = place(dataclasses.replace(config, workers="auto"), hardware).num_workers
-    num_at_once = 1 if planned.trains_alone else max(1, min(most_workers // workers, planned.num_trials))
-    return num_at_once, place(dataclasses.replace(config, workers=num_at_once * workers), hardware)
 
 
 def check_compared(trial: Trial) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 import threading
 import time
 from collections import deque
@@ -23,12 +22,12 @@ from raytrain.experiments.scaling import Scaling, Size, default_target, scaling
 from raytrain.experiments.search_space import Point, parse
 from raytrain.experiments.sweep_plan import PLAN, Sweep, write_sweep
 from raytrain.experiments.sweep_result import SweepResult, SweepSnapshot, mean_of_folds, message_of_sweep
+from raytrain.experiments.trial_machines import TrialMachines
 from raytrain.experiments.trial_results import best_first, is_over
 from raytrain.experiments.trial_run import EarlyStopping, Judge, TrialRun
 from raytrain.experiments.trials import Trial, as_typed, num_digits, trial_of, trials_of
-from raytrain.launch.gpus import gpus
 from raytrain.launch.notification import Notification, notify_target
-from raytrain.launch.placement import Placement, device_kind
+from raytrain.launch.placement import device_kind
 from raytrain.launch.prepare import Loop, PreparedRun, RunGroup
 from raytrain.launch.resume import check_budget
 from raytrain.monitor.cost import CostMeter
@@ -58,8 +57,7 @@ class SweepSession:
         planned: the points that it tries.
         trials: the trials whose points are known already: all, or, with a sampler, those that it has chosen so far.
         examples: trials with the options that any trial may have, by which steps and epochs are counted.
-        at_once: number of trials that train at the same time.
-        placement: the workers of all of these trials together.
+        machines: how many trials train at the same time, and on which machines.
         loop: the training loop, if the user gave one as a function.
         early_stopping: whether a trial is stopped that is worse than the median of the others.
         target: the value of the metric up to which trials on different numbers of workers are timed; None for a
@@ -75,8 +73,7 @@ class SweepSession:
         planned: Sweep,
         trials: Sequence[Trial],
         examples: Sequence[Trial],
-        at_once: int,
-        placement: Placement,
+        machines: TrialMachines,
         loop: Loop | None,
         *,
         early_stopping: bool,
@@ -85,8 +82,7 @@ class SweepSession:
     ) -> None:
         self._prepared: PreparedRun = prepared
         self._planned: Sweep = planned
-        self._at_once = at_once
-        self._placement = placement
+        self._machines = machines
         self._loop = loop
         self._target = target
         self._notify_trials = notify_trials
@@ -94,7 +90,7 @@ class SweepSession:
         self._is_concluded = False  # the documents say how the sweep has ended
 
         # The batch plans of the examples say how many steps all trials have, and how many epochs the longest one.
-        configs = [_resolved_for_plan(prepared, trial, placement.device) for trial in examples]
+        configs = [_resolved_for_plan(prepared, trial, machines.placement.device) for trial in examples]
         plans = [prepared.data.plan(config) for config in configs]
         self._num_steps = sum(plan.num_steps for plan in plans) * planned.num_trials // len(plans)
         num_epochs = max(-(-plan.num_steps // plan.steps_per_epoch) for plan in plans)  # rounded up
@@ -136,31 +132,8 @@ class SweepSession:
 
         # Each trial takes its GPUs out of this queue, and puts them back at its end.
         self._free_gpus: SimpleQueue[str | None] = SimpleQueue()
-        for gpus_of_trial in self._divide_gpus():
+        for gpus_of_trial in machines.gpus_of_trials(prepared.config):
             self._free_gpus.put(gpus_of_trial)
-
-    @property
-    def _workers_per_trial(self) -> int:
-        """The number of workers of each trial, unless that is what varies: then 1."""
-        return self._placement.num_workers // self._at_once
-
-    def _divide_gpus(self) -> list[str | None]:
-        """Return the numbers of this machine's GPUs, such as ``0,1``, for each trial that trains at the same time.
-
-        They are None if nothing is to be divided: Ray assigns the GPUs of a cluster, and a trial that trains alone
-        takes as many as it needs. Raises UsageError if CUDA_VISIBLE_DEVICES names GPUs otherwise than by numbers.
-        """
-        config, workers = self._prepared.config, self._workers_per_trial
-        if config.backend == "ray" or self._placement.device == "cpu" or self._at_once == 1:
-            return [None] * self._at_once
-        visible = config.gpus or os.environ.get("CUDA_VISIBLE_DEVICES")
-        numbers = [number.strip() for number in visible.split(",")] if visible else list(map(str, range(len(gpus()))))
-        if not all(number.isdecimal() for number in numbers):  # CUDA also takes UUIDs, such as GPU-8f6c… and MIG-…
-            raise UsageError(
-                f"CUDA_VISIBLE_DEVICES is {visible}; a sweep gives each trial GPUs by their numbers: name those that "
-                "`raytrain devices` lists by --device, such as cuda:0,1."
-            )
-        return [",".join(numbers[first : first + workers]) for first in range(0, self._at_once * workers, workers)]
 
     def _open_study(self, metric: BestMetric, num_epochs: int, trials: Sequence[Trial]) -> SweepStudy | None:
         """Return the study of a sweep that uses Optuna, with the points of all ``trials``; None for other sweeps.
@@ -218,7 +191,7 @@ class SweepSession:
             else:
                 from raytrain.launch.ray.feed.data_feed import RaySharedImages
 
-                shared = RaySharedImages(self._prepared, self._config, self._placement, self._num_steps)
+                shared = RaySharedImages(self._prepared, self._config, self._machines.placement, self._num_steps)
                 self._images = opened.enter_context(shared)
             self._prepared.data.write(self._prepared.store)
             write_sweep(self._prepared.store, self._planned)
@@ -226,22 +199,23 @@ class SweepSession:
 
             # One thread for each trial that trains at once; when that trial ends, the thread takes the next one.
             PLAN.info("%s", self._plan_text())
-            threads = ThreadPoolExecutor(self._at_once, thread_name_prefix="trial")
-            self._futures = [threads.submit(self._train_in_turn) for _ in range(self._at_once)]
+            at_once = self._machines.at_once
+            threads = ThreadPoolExecutor(at_once, thread_name_prefix="trial")
+            self._futures = [threads.submit(self._train_in_turn) for _ in range(at_once)]
             opened.callback(threads.shutdown, cancel_futures=True)
             self._opened = opened.pop_all()  # nothing failed, so __exit__ closes it
         return self
 
     def _plan_text(self) -> str:
         """Return the line that is printed at the start: the number of trials, on what, and how they are compared."""
-        planned, workers, config = self._planned, self._workers_per_trial, self._prepared.config
-        kind = device_kind(config.accelerator_type, self._placement.device)
+        planned, placement = self._planned, self._machines.of_one_trial
+        workers, kind = placement.num_workers, device_kind(placement.accelerator_type, placement.device)
         devices = "each on its own workers" if planned.varies_workers else f"each on {format_count(workers, kind)}"
         chosen = "" if planned.sampler is None else f", chosen by {planned.sampler}"
         pruned = "" if planned.pruner is None else f", stopped early by {planned.pruner}"
         metric = f"{self._judge.metric.name.replace('_', ' ')}, the {self._judge.metric.better} the better"
         trials = f"{format_count(planned.num_trials, 'trial')}{chosen}{pruned}"
-        return f"{trials}, {self._at_once} at once, {devices}; compared by {metric}"
+        return f"{trials}, {self._machines.at_once} at once, {devices}; compared by {metric}"
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
         """Abort the trials that still train, and close the images.
@@ -340,9 +314,8 @@ class SweepSession:
             if self._planned.trains_alone:
                 run.train(gpus=None, group=None)
                 continue
-            gpus_of_trial, workers = self._free_gpus.get(), self._workers_per_trial
+            gpus_of_trial, placement = self._free_gpus.get(), self._machines.of_one_trial
             try:
-                placement = dataclasses.replace(self._placement, num_workers=workers, min_workers=workers)
                 run.train(gpus_of_trial, RunGroup(placement=placement, data=self._prepared.data, images=self._images))
             finally:
                 self._free_gpus.put(gpus_of_trial)
