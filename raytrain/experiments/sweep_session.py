@@ -185,7 +185,7 @@ class SweepSession:
         with ExitStack() as opened:
             self._images: Any
             if self._config.backend == "local":
-                from raytrain.launch.shared_images import SharedImages
+                from raytrain.launch.local.local_launch import SharedImages
 
                 self._images = opened.enter_context(SharedImages(self._prepared, self._config, self._num_steps))
             else:

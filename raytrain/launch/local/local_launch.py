@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pickle
 import signal
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 
 import psutil
 
+from raytrain.config import ResolvedConfig
 from raytrain.config.pickled_code import pickle_own_code
 from raytrain.data.dataset import Dataset
 from raytrain.errors import CoordinatorLost, RaytrainError, current_folder, some_of
@@ -21,11 +23,13 @@ from raytrain.launch.debugger import terminal_of_command
 from raytrain.launch.local.calls import CallAddress, CallServer, calls_of_workers
 from raytrain.launch.placement import machine_hardware, place
 from raytrain.launch.prepare import PreparedRun
-from raytrain.launch.shared_images import SharedImages
-from raytrain.loader.image_cache import ImageCache, image_cache
+from raytrain.loader.image_cache import ImageCache, image_cache, keeps_shared
+from raytrain.loader.machine import image_memory
 from raytrain.monitor.events import Note, WorkerFailed
+from raytrain.monitor.monitor import RunMonitor
 from raytrain.monitor.snapshot import Snapshot
 from raytrain.runs.logs import WorkerLogs
+from raytrain.runs.metrics_history import History
 from raytrain.runs.outcome import failure_sentence
 from raytrain.storage.temporary_files import TemporaryFolder
 from raytrain.training.run_spec import RunSpec
@@ -229,3 +233,33 @@ def note_on_detached(processes: Sequence[psutil.Process]) -> Note:
         f"the loop has started {some_of(names)} in a session of its own, which runs on; `kill PROCESS` ends it, and "
         "without start_new_session=True a process ends with the run"
     )
+
+
+class SharedImages(RunMonitor):
+    """Images that runs on this machine share while this is open, decoded once.
+
+    ``cache`` is None if they do not fit into memory; then each run decodes them for itself. As a monitor, this collects
+    the images that cannot be used, which each run reports. ``num_steps`` counts the steps of all runs together.
+    """
+
+    def __init__(self, prepared: PreparedRun, config: ResolvedConfig, num_steps: int) -> None:
+        history, skip_limit = History(prepared.store), prepared.skip_limit()
+        super().__init__(prepared.name, num_steps, num_steps, history, skip_limit=skip_limit)
+        self._opened = ExitStack()
+        self.cache: ImageCache | None = None
+        if keeps_shared(config, prepared.data, image_memory()[1]):
+            config_in_memory = dataclasses.replace(config, cache="memory")
+            self.cache = image_cache(config_in_memory, prepared.data, 0, self._opened)
+
+    def __enter__(self) -> SharedImages:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._opened.close()
+
+    def poll(self) -> tuple[Snapshot, str | None]:
+        """Return a snapshot, and why the runs must end, or None if they may continue.
+
+        The snapshot has the number of images that cannot be used, and a request to stop all runs.
+        """
+        return self.snapshot(), self.failure
