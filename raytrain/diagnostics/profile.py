@@ -49,27 +49,18 @@ class ProfileResult:
     """The time of a step by phases, averaged over the profiled steps."""
 
     workers: tuple[dict[str, float], ...]  # seconds of each phase, for each worker
+    phases: dict[str, float]  # seconds of each phase, averaged over the workers
     traces: tuple[str, ...]  # a Chrome trace of each worker: chrome://tracing and https://ui.perfetto.dev open it
     advice: str
 
     @property
     def step_s(self) -> float:
         """Seconds of a step, averaged over the workers."""
-        return mean(sum(worker.values()) for worker in self.workers)
-
-    @property
-    def phases(self) -> dict[str, float]:
-        """Seconds of each phase, averaged over the workers."""
-        return _mean_phases(self.workers)
+        return sum(self.phases.values())
 
     def summary(self) -> dict[str, Any]:
         """Return the result as plain values."""
-        return {**dataclasses.asdict(self), "step_s": self.step_s, "phases": self.phases}
-
-
-def _mean_phases(workers: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Return the seconds of each phase, averaged over the workers."""
-    return {name: mean(worker[name] for worker in workers) for name in PHASES}
+        return {**dataclasses.asdict(self), "step_s": self.step_s}
 
 
 @takes_config
@@ -113,8 +104,9 @@ def profile(
             f"The training ended after {format_count(result.steps, 'step')}, and a profile takes "
             f"{WARM_UP_STEPS + NUM_STEPS}; let the loop train until its epochs end."
         )
+    phases = {name: mean(worker[name] for worker in workers) for name in PHASES}
     traces = tuple(str(folder / f"{file.stem}.trace.json.gz") for file in files)
-    return ProfileResult(workers, traces, advice(_mean_phases(workers), config))
+    return ProfileResult(workers, phases, traces, advice(phases, config))
 
 
 def _short_run(config: TrainConfig, storage: str) -> TrainConfig:

@@ -111,8 +111,8 @@ def format_value(value: object) -> str:
     return f"{value:.4f}" if abs(value) >= 1e-4 else f"{value:.1e}"
 
 
-def metric_name(name: str) -> str:
-    """Return the name of a metric as it is shown; a loop may have chosen any text."""
+def metric_label(name: str) -> str:
+    """Return a metric as it is shown, with blanks in its name; a loop may have chosen any text."""
     return one_line(name.replace("_", " "))
 
 

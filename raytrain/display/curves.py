@@ -14,7 +14,7 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from raytrain.display.braille_plot import Plot, Series
-from raytrain.display.console import format_duration, metric_name, run_styles
+from raytrain.display.console import format_duration, metric_label, run_styles
 from raytrain.errors import UsageError
 from raytrain.runs.metric_row import Kind, MetricRow
 from raytrain.runs.records import RunRecord
@@ -140,7 +140,7 @@ def _run_plot(metric: str, rows: Sequence[MetricRow], height: int = 8) -> Plot:
     """Return a metric of a run over its steps: a line for training, a dot for each evaluation."""
     measured = _series("validation", "yellow", rows, "evaluation", metric)
     lines = [_series("train", "cyan", rows, "step", metric), replace(measured, mark="●")]
-    return Plot(metric_name(metric), lines, height)
+    return Plot(metric_label(metric), lines, height)
 
 
 def _run_comparison(records: Sequence[RunRecord], labels: Sequence[str]) -> list[Plot]:

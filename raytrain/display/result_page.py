@@ -10,7 +10,7 @@ from rich.text import Text
 
 from raytrain.config import TrainConfig
 from raytrain.config.named_functions import names_own_function
-from raytrain.display.console import format_dollars, format_duration, key_value_table, metric_name
+from raytrain.display.console import format_dollars, format_duration, key_value_table, metric_label
 from raytrain.display.event_text import shown_summary
 from raytrain.errors import flag, format_count, shell_command
 from raytrain.experiments.best_metric import best_metric_of
@@ -52,7 +52,7 @@ def result_page(config: TrainConfig, result: TrainResult, best: tuple[float, str
     if best is not None:
         score, path = best
         value = -score if best_metric_of(config).is_lower_better else score
-        metric = f"; {metric_name(config.best_metric)} {value:.4f}" if math.isfinite(value) else ""
+        metric = f"; {metric_label(config.best_metric)} {value:.4f}" if math.isfinite(value) else ""
         facts["best"] = f"{path}, which the commands below use{metric}"
 
     # Unusual things, each only if there is any, and the folder of the run.

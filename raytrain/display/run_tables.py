@@ -24,7 +24,7 @@ from raytrain.display.console import (
     format_value,
     headed_table,
     key_value_table,
-    metric_name,
+    metric_label,
     run_styles,
     status_style,
 )
@@ -110,7 +110,7 @@ def runs_table(
 
     # If the runs are sorted by their best values, and these are of different metrics, a line says that they cannot be
     # compared.
-    metrics = sorted({metric_name(run.best_metric) for run in runs if run.best_value is not None})
+    metrics = sorted({metric_label(run.best_metric) for run in runs if run.best_value is not None})
     if sorted_by == "best" and len(metrics) > 1:
         several = f"The runs have several metrics of --best, which do not compare: {', '.join(metrics)}."
         parts.append(Text(f"{several} Those of each stand together, the best first."))
@@ -125,9 +125,9 @@ def _best_column(runs: Sequence[RunInfo]) -> list[Column]:
     # A common metric is named in the heading, different ones beside the values.
     names = {run.best_metric for run in runs if run.best_value is not None}
     if len(names) == 1:
-        return [(f"best\n{metric_name(*names)}", [format_value(run.best_value) for run in runs])]
+        return [(f"best\n{metric_label(*names)}", [format_value(run.best_value) for run in runs])]
     values = [
-        UNKNOWN if run.best_value is None else f"{metric_name(run.best_metric)} {format_value(run.best_value)}"
+        UNKNOWN if run.best_value is None else f"{metric_label(run.best_metric)} {format_value(run.best_value)}"
         for run in runs
     ]
     return [("best", values)]
@@ -288,9 +288,9 @@ def comparison_page(records: Sequence[RunRecord]) -> RenderableType:
     best_metrics = {run.best_metric for run in runs}
     best_values = [format_value(run.best_value) for run in runs]
     if len(best_metrics) == 1:
-        add_row(table, f"best {metric_name(*best_metrics)}", *best_values)
+        add_row(table, f"best {metric_label(*best_metrics)}", *best_values)
     else:
-        names_of_metrics = [metric_name(run.best_metric) for run in runs]
+        names_of_metrics = [metric_label(run.best_metric) for run in runs]
         values = (f"{name} {value}" for name, value in zip(names_of_metrics, best_values, strict=True))
         add_row(table, "best", *values)
     for name, (label, spec) in _RESULTS.items():

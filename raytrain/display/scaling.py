@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from raytrain.display.braille_plot import Plot, Series
-from raytrain.display.console import UNKNOWN, format_duration, format_optional, metric_name, run_styles
+from raytrain.display.console import UNKNOWN, format_duration, format_optional, metric_label, run_styles
 from raytrain.display.curves import GREY, plain_axes, side_by_side, titled_figure
 from raytrain.display.run_tables import rows_table
 from raytrain.errors import format_count, option_name
@@ -181,7 +181,7 @@ def _draw_speeds(panel: Axes, scalings: Sequence[Scaling]) -> None:
 
 def _metric(result: SweepResult) -> str:
     """Return the name of the metric by which trials are compared, as it is shown."""
-    return metric_name(result.scaling[0].metric)
+    return metric_label(result.scaling[0].metric)
 
 
 def _finished(result: SweepResult) -> list[tuple[Scaling, Size]]:

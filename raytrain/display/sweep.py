@@ -14,7 +14,7 @@ from rich.text import Text
 
 from raytrain.config.named_functions import names_own_function
 from raytrain.config.option_calls import takes_config
-from raytrain.display.console import UNKNOWN, format_dollars, format_optional, metric_name
+from raytrain.display.console import UNKNOWN, format_dollars, format_optional, metric_label
 from raytrain.display.curves import GREY, ORANGE, plain_axes, titled_figure, whole_ticks
 from raytrain.display.event_text import stop_text
 from raytrain.display.notebook import CellOutput
@@ -156,15 +156,11 @@ class SweepTerminalView(LiveView):
         self._printed: dict[str, tuple[str, int, float | None]] = {}
         self._plan = ""  # the line of the sweep that says how many trials there are, and on which devices
         self._hint = _CELL_HINT if isinstance(self._live, CellOutput) else _HINT
-        self._plan_lines = startup_lines(self._keep_plan, PLAN)
 
     def __enter__(self) -> Self:
-        self._plan_lines.__enter__()
-        return super().__enter__()
-
-    def __exit__(self, *exception: object) -> None:
-        self._plan_lines.__exit__(None, None, None)
-        super().__exit__(*exception)
+        super().__enter__()
+        self._opened.enter_context(startup_lines(self._keep_plan, PLAN))
+        return self
 
     def _keep_plan(self, line: str) -> None:
         self._plan = line
@@ -201,7 +197,7 @@ def _trial_line(trial: TrialResult) -> str:
     if trial.loss is not None:
         parts.append(f"loss {trial.loss:.3f}")
     if trial.value is not None:
-        parts.append(f"best validation {metric_name(trial.metric)} {trial.value:.4f}")
+        parts.append(f"best validation {metric_label(trial.metric)} {trial.value:.4f}")
     if trial.images_per_s is not None and trial.status == "running":
         parts.append(f"{trial.images_per_s:,.0f} images/s")
     if trial.dollars is not None:
@@ -275,7 +271,7 @@ def sweep_page(result: SweepResult, config: TrainConfig, picture: str | None = N
             measured = "no fold was measured"
         else:
             deviation = "" if folds.deviation is None else f" ± {folds.deviation:.4f} (standard deviation)"
-            mean = f"{metric_name(folds.metric)} {folds.mean:.4f}{deviation}"
+            mean = f"{metric_label(folds.metric)} {folds.mean:.4f}{deviation}"
             measured = f"{mean} over {folds.num_measured} of {folds.num_folds} folds"
         parts.append(Text.assemble(choice, (measured, "bold")))
 
@@ -321,7 +317,7 @@ def _cost_column(trials: Sequence[TrialResult]) -> list[Column]:
 
 def _heading(trials: Sequence[TrialResult]) -> str:
     """Return the heading of the trials' best values: ``best``, and the metric by which they are compared."""
-    return "best\n" + metric_name(trials[0].metric if trials else "accuracy")
+    return "best\n" + metric_label(trials[0].metric if trials else "accuracy")
 
 
 def _value_text(trial: TrialResult, best_score: float | None) -> Text:
@@ -407,7 +403,7 @@ def _draw_curves(axes: Axes, trials: Sequence[TrialResult], best: str | None) ->
     axes.set_xlabel("epoch")
     whole_ticks(axes)
     plain_axes(axes)
-    axes.set_ylabel(f"validation {metric_name(trials[0].metric)}")
+    axes.set_ylabel(f"validation {metric_label(trials[0].metric)}")
 
 
 def _draw_values_by_option(axes: Axes, trials: Sequence[TrialResult], name: str, best: str | None) -> None:
@@ -434,4 +430,4 @@ def _draw_values_by_option(axes: Axes, trials: Sequence[TrialResult], name: str,
     axes.scatter(xs, [trial.value or 0.0 for trial in trials], c=colours, s=28, zorder=3)
     axes.set_xlabel(option_name(name))
     plain_axes(axes)
-    axes.set_ylabel(f"best validation {metric_name(trials[0].metric)}")
+    axes.set_ylabel(f"best validation {metric_label(trials[0].metric)}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Annotated
 
 from tyro.conf import Positional, arg
@@ -36,6 +36,39 @@ def upload(
     return CommandResult(None, asdict(upload_folder(folder, url)))
 
 
+@dataclass(frozen=True)
+class PackingOptions:
+    """How ``pack`` finds the labels, and what it writes."""
+
+    labels: Annotated[
+        str | None,
+        arg(help="Label file; by default metadata.csv or the like beside the images, else the folders are the labels."),
+    ] = None
+    key_column: Annotated[
+        str | None,
+        arg(help="Column with the path of each image; by default key, path, file_name, filename, file or image."),
+    ] = None
+    label_column: Annotated[
+        tuple[str, ...],
+        arg(help="Column with the class; by default label, class, target or category. Several hold 0 and 1."),
+    ] = ()
+    label_separator: Annotated[
+        str | None, arg(help="Separates the classes of an image that may have several, as in cat|dog.")
+    ] = None
+    label_pattern: Annotated[
+        str | None, arg(help="Regular expression whose group label is the class in the name of a file.")
+    ] = None
+    split: Annotated[str | None, arg(help="Pack the images of this value in the column split of --labels.")] = None
+    max_bad_fraction: Annotated[float, arg(help="Fraction of the rows of --labels that may lack an image.")] = 0.01
+    image_suffix: Annotated[
+        str | None, arg(help="Image to take of each WebDataset sample with several, such as png; by default the JPEG.")
+    ] = None
+    shorter_side: Annotated[
+        int | None, arg(help="Pack larger images as JPEGs whose shorter side has this many pixels, such as 320.")
+    ] = None
+    quality: Annotated[int, arg(help="Quality of the JPEGs that --shorter-side makes, 1 to 100.")] = 90
+
+
 def pack(
     source: Annotated[
         Positional[str], arg(help="Folder or URL (s3://…, gs://…, az://…) of images, or Parquet or tar files.")
@@ -43,33 +76,7 @@ def pack(
     destination: Annotated[
         Positional[str], arg(help="Destination of the shards: a folder or a URL (s3://…, gs://…, az://…).")
     ],
-    labels: Annotated[
-        str | None,
-        arg(help="Label file; by default metadata.csv or the like beside the images, else the folders are the labels."),
-    ] = None,
-    key_column: Annotated[
-        str | None,
-        arg(help="Column with the path of each image; by default key, path, file_name, filename, file or image."),
-    ] = None,
-    label_column: Annotated[
-        tuple[str, ...],
-        arg(help="Column with the class; by default label, class, target or category. Several hold 0 and 1."),
-    ] = (),
-    label_separator: Annotated[
-        str | None, arg(help="Separates the classes of an image that may have several, as in cat|dog.")
-    ] = None,
-    label_pattern: Annotated[
-        str | None, arg(help="Regular expression whose group label is the class in the name of a file.")
-    ] = None,
-    split: Annotated[str | None, arg(help="Pack the images of this value in the column split of --labels.")] = None,
-    max_bad_fraction: Annotated[float, arg(help="Fraction of the rows of --labels that may lack an image.")] = 0.01,
-    image_suffix: Annotated[
-        str | None, arg(help="Image to take of each WebDataset sample with several, such as png; by default the JPEG.")
-    ] = None,
-    shorter_side: Annotated[
-        int | None, arg(help="Pack larger images as JPEGs whose shorter side has this many pixels, such as 320.")
-    ] = None,
-    quality: Annotated[int, arg(help="Quality of the JPEGs that --shorter-side makes, 1 to 100.")] = 90,
+    packing: PackingOptions,
 ) -> CommandResult:
     """Pack images into shards, which are faster to read. --data takes shards as well as images.
 
@@ -77,18 +84,4 @@ def pack(
     """
     from raytrain.datasets.pack import pack as pack_shards
 
-    result = pack_shards(
-        source,
-        destination,
-        labels=labels,
-        key_column=key_column,
-        label_column=label_column,
-        label_separator=label_separator,
-        label_pattern=label_pattern,
-        split=split,
-        max_bad_fraction=max_bad_fraction,
-        image_suffix=image_suffix,
-        shorter_side=shorter_side,
-        quality=quality,
-    )
-    return CommandResult(None, asdict(result))
+    return CommandResult(None, asdict(pack_shards(source, destination, **vars(packing))))
