@@ -7,14 +7,11 @@ in many tutorials, fails with channels last, so the network is tried with one im
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch import nn
 
 from raytrain.config import TrainConfig
-from raytrain.training.networks.model import build_model
+from raytrain.training.networks.model import model_of
 
 _known_answers: dict[str, bool] = {}  # by the network's options as text: most trials of a sweep have the same ones
 
@@ -27,27 +24,25 @@ def suits_channels_last(config: TrainConfig, num_classes: int) -> bool:
 
     Example: ``suits_channels_last(recipes.custom(model="resnet50", batch_size=32), num_classes=10)``
     """
-    options, size = config.model_options, config.full_image_size
-    key = repr((config.model, num_classes, config.channels, size, options))
+    key = repr((config.model, num_classes, config.channels, config.full_image_size, config.model_options))
     if key not in _known_answers:
-        _known_answers[key] = _try_channels_last(config.model, num_classes, config.channels, size, options)
+        _known_answers[key] = _try_channels_last(config, num_classes)
     return _known_answers[key]
 
 
-def _try_channels_last(
-    model: str, num_classes: int, channels: int, image_size: tuple[int, int], options: Mapping[str, Any]
-) -> bool:
-    """Build a network, and return whether it has convolutions, and computes an image whose channels are last."""
+def _try_channels_last(config: TrainConfig, num_classes: int) -> bool:
+    """Build the network, and return whether it has convolutions, and computes an image whose channels are last."""
     try:
-        network = build_model(model, num_classes, channels, 0, image_size, options)
+        network = model_of(config, num_classes)
         # Windows of convolutions overlap, being larger than their steps, unlike the patches of a transformer.
         layers = [layer for layer in network.modules() if isinstance(layer, nn.Conv2d)]
         windows = [pair for layer in layers for pair in zip(layer.kernel_size, layer.stride, strict=True)]
         if not any(size > step for size, step in windows):
             return False
         network.eval().to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+        image = torch.zeros(1, config.channels, *config.full_image_size)
         with torch.no_grad():
-            network(torch.zeros(1, channels, *image_size).contiguous(memory_format=torch.channels_last))
+            network(image.contiguous(memory_format=torch.channels_last))
         return True
     except Exception:  # code of the user's own may raise anything
         return False
