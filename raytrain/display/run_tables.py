@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -93,14 +93,10 @@ def runs_table(
         ("step", [f"{status.step:,}/{status.num_steps:,}" for status in statuses]),
         *_best_column(runs),
         ("last\naccuracy", [format_value(run.validation_accuracy) for run in runs]),
+        *column_if_known("time", [run.seconds for run in runs], format_duration),
+        *column_if_known("cost", [status.dollars for status in statuses], format_dollars),
         ("heartbeat", [format_time(status.heartbeat) if status.heartbeat else UNKNOWN for status in statuses]),
     ]
-    if any(run.seconds is not None for run in runs):
-        times = [UNKNOWN if run.seconds is None else format_duration(run.seconds) for run in runs]
-        columns.insert(-1, ("time", times))
-    if any(status.dollars is not None for status in statuses):
-        costs = [UNKNOWN if status.dollars is None else format_dollars(status.dollars) for status in statuses]
-        columns.insert(-1, ("cost", costs))
     if any(run.tags for run in runs):
         columns.append((Text("tags"), [" ".join(run.tags) for run in runs]))
 
@@ -115,6 +111,13 @@ def runs_table(
         several = f"The runs have several metrics of --best, which do not compare: {', '.join(metrics)}."
         parts.append(Text(f"{several} Those of each stand together, the best first."))
     return Group(*parts, *(problem_lines(run.name, run.problems) for run in runs if run.problems))
+
+
+def column_if_known(heading: str, values: Sequence[float | None], text: Callable[[float], str]) -> list[Column]:
+    """Return a column of ``values`` as ``text``, with a dash for None; no column if none of them is known."""
+    if all(value is None for value in values):
+        return []
+    return [(heading, [UNKNOWN if value is None else text(value) for value in values])]
 
 
 def _best_column(runs: Sequence[RunInfo]) -> list[Column]:

@@ -19,7 +19,7 @@ from raytrain.display.curves import GREY, ORANGE, plain_axes, titled_figure, who
 from raytrain.display.event_text import stop_text
 from raytrain.display.notebook import CellOutput
 from raytrain.display.result_page import command_line, resume_heading, try_next
-from raytrain.display.run_tables import Column, rows_table, status_text
+from raytrain.display.run_tables import Column, column_if_known, rows_table, status_text
 from raytrain.display.scaling import scaling_figure, scaling_plots, scaling_sentences, scaling_table
 from raytrain.display.terminal import LiveView, startup_lines
 from raytrain.errors import UsageError, option_name, shell_command
@@ -229,7 +229,7 @@ def live_table(snapshot: SweepSnapshot, num_rows: int, plan: str = "", hint: str
         ("loss", [format_optional(trial.loss, ".3f") for trial in shown_trials]),
         (_heading(trials), [_value_text(trial, best_score) for trial in shown_trials]),
         ("images/s", [format_optional(speed, ",.0f") for speed in speeds]),
-        *_cost_column(shown_trials),
+        *column_if_known("cost", [trial.dollars for trial in shown_trials], format_dollars),
     )
 
     # Below the table, on one line each: the plan, the counts, and how to stop.
@@ -256,7 +256,7 @@ def sweep_page(result: SweepResult, config: TrainConfig, picture: str | None = N
         (_heading(trials), [_value_text(trial, best_score) for trial in trials]),
         ("steps", [f"{trial.steps:,}" for trial in trials]),
         ("seconds", [f"{trial.seconds:,.0f}" for trial in trials]),
-        *_cost_column(trials),
+        *column_if_known("cost", [trial.dollars for trial in trials], format_dollars),
     )
     parts: list[RenderableType] = [table]
 
@@ -305,14 +305,6 @@ def _trial_columns(trials: Sequence[TrialResult]) -> list[Column]:
         ),
         ("status", [status_text(trial.status) for trial in trials]),
     ]
-
-
-def _cost_column(trials: Sequence[TrialResult]) -> list[Column]:
-    """Return the column of what each trial has cost, as if no other used its machines; no column without --price."""
-    if all(trial.dollars is None for trial in trials):
-        return []
-    costs = (trial.dollars for trial in trials)
-    return [("cost", [UNKNOWN if dollars is None else format_dollars(dollars) for dollars in costs])]
 
 
 def _heading(trials: Sequence[TrialResult]) -> str:

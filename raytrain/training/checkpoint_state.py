@@ -174,36 +174,42 @@ class CheckpointState:
                 "order, or start a new run under another --name."
             )
         state = self._restored.pop(name)
-        # torch silently loads the state of another kind of optimizer. It is refused if each kind has options that the
-        # other lacks; a newer torch may only have added some.
         if isinstance(thing, Optimizer):
-            stored_groups = state.get("param_groups", thing.param_groups)  # some optimizers' states have none
-            prepared, stored = (set(options_of(groups[0])) for groups in (thing.param_groups, stored_groups))
-            if prepared - stored and stored - prepared:
-                raise UsageError(
-                    f"The checkpoint's optimizer has the options {', '.join(sorted(stored - prepared))}, and the loop "
-                    f"prepares {type(thing).__name__}, which has {', '.join(sorted(prepared - stored))} in their "
-                    "place: take the same optimizer, or start a new run under another --name."
-                )
-        # The loop may add the other groups later: load those that it has by now.
-        if isinstance(thing, Optimizer) and len(state.get("param_groups", ())) > len(thing.param_groups):
-            self._waiting[thing] = state
-            state = _of_first_groups(state, len(thing.param_groups))
-        if isinstance(thing, nn.Module):
+            self._load_optimizer(name, thing, state)
+        elif isinstance(thing, nn.Module):
             self._loaded[name] = {} if is_metric(thing) else state
             try:
                 self._load(name, state)
             except UsageError as error:
                 self._unfit_network = self._unfit_network or error
-        elif isinstance(thing, Optimizer):
-            try:
-                self._load(name, state)
-            except UsageError as error:
-                raise self._unfit_network or error from None
         else:  # the object may keep the state, and change it
             self._loaded[name] = copy.deepcopy(state)
             self._load(name, state)
             self._states_after_load[name] = to_cpu(thing.state_dict())
+
+    def _load_optimizer(self, name: str, optimizer: Optimizer, state: StateDict) -> None:
+        """Load ``state`` into ``optimizer``, as far as the loop has added its groups by now.
+
+        Raises UsageError if it is the state of another kind of optimizer, or does not fit.
+        """
+        # torch silently loads the state of another kind. It is refused if each kind has options that the other lacks; a
+        # newer torch may only have added some.
+        stored_groups = state.get("param_groups", optimizer.param_groups)  # some optimizers' states have none
+        prepared, stored = (set(options_of(groups[0])) for groups in (optimizer.param_groups, stored_groups))
+        if prepared - stored and stored - prepared:
+            raise UsageError(
+                f"The checkpoint's optimizer has the options {', '.join(sorted(stored - prepared))}, and the loop "
+                f"prepares {type(optimizer).__name__}, which has {', '.join(sorted(prepared - stored))} in their "
+                "place: take the same optimizer, or start a new run under another --name."
+            )
+        # The state of groups that the loop adds later waits for them.
+        if len(stored_groups) > len(optimizer.param_groups):
+            self._waiting[optimizer] = state
+            state = _of_first_groups(state, len(optimizer.param_groups))
+        try:
+            self._load(name, state)
+        except UsageError as error:
+            raise self._unfit_network or error from None
 
     def _load(self, name: str, state: StateDict) -> None:
         """Load ``state`` into the prepared thing of this ``name``. Raises UsageError if it does not fit."""
