@@ -24,8 +24,10 @@ class FileLock:
 
     def release(self) -> None:
         """Delete the file, and let another process have the lock."""
-        Path(self.path).unlink(missing_ok=True)
-        os.close(self.descriptor)
+        try:
+            Path(self.path).unlink(missing_ok=True)
+        finally:  # otherwise this process would wait for itself at the next lock of this file
+            os.close(self.descriptor)
 
     def __enter__(self) -> FileLock:
         return self

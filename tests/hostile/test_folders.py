@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import shutil
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from rich.console import Console
@@ -315,3 +317,13 @@ def test_a_folder_that_its_owner_removes_is_made_again_by_who_waits(
             os.close(lock.descriptor)
         waiting.result(10)
     assert [file.name for file in run.iterdir()] in (["a"], [])
+
+
+def test_a_lock_whose_file_cannot_be_deleted_is_free_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store(str(tmp_path))
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", Mock(side_effect=OSError(errno.EIO, os.strerror(errno.EIO))))
+        with pytest.raises(StorageError, match="Input/output error"):
+            store.put_if("a", b"1", None)
+    acquire(tmp_path / "a.lock", wait=False).release()
+    store.put_if("a", b"2", b"1")
