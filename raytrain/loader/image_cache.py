@@ -127,6 +127,8 @@ def choose_cache(
     read_again = used_again or data.train.packing is not None
     disk = None
     if read_again and not keeps_train:
+        if config.cache_folder is not None and data.train_store.cloud is not None:
+            _cache_folder(config)  # one that the user has named must be usable
         with suppress(UsageError):  # the images are in a folder, or the disk has no room
             disk = _disk_cache(config, data)
     return ImageCache(train if keeps_train else None, validation if validation_bytes <= room_bytes else None, disk)
@@ -134,18 +136,10 @@ def choose_cache(
 
 def _disk_cache(config: ResolvedConfig, data: Dataset) -> DiskCache:
     """Return the cache that ``--cache disk`` asks for, and make its folder; raise UsageError if it cannot be used."""
-    # Only files of a bucket are kept, in a folder of this user's.
+    # Only files of a bucket are kept.
     if data.train_store.cloud is None:
         raise UsageError(f"--cache is disk, and {data.train_store.url} is a folder; that is for images in a bucket.")
-    folder = absolute_path(config.cache_folder or f"{tempfile.gettempdir()}/raytrain-cache-{os.getuid()}")
-    try:
-        if not make_folder(folder):
-            raise UsageError(f"--cache is disk, and {folder} belongs to another user; name another --cache-folder.")
-        tempfile.TemporaryFile(dir=folder).close()  # raises OSError if nothing can be written there
-    except OSError as error:
-        raise UsageError(
-            f"--cache is disk, and {folder} cannot be written ({error.strerror}); name another --cache-folder."
-        ) from None
+    folder = _cache_folder(config)
 
     # The limit is the user's, or a part of the disk. The files of earlier runs count as free space there, because they
     # are evicted for this run.
@@ -158,6 +152,23 @@ def _disk_cache(config: ResolvedConfig, data: Dataset) -> DiskCache:
             "name another --cache-folder."
         )
     return DiskCache(folder, int(_DISK_FRACTION * room_bytes), time.time())
+
+
+def _cache_folder(config: ResolvedConfig) -> str:
+    """Return the folder for files of a bucket on this machine, which is made; raise UsageError if it cannot be used."""
+    folder = absolute_path(config.cache_folder or f"{tempfile.gettempdir()}/raytrain-cache-{os.getuid()}")
+    try:
+        if not make_folder(folder):
+            raise UsageError(
+                f"--cache is {config.cache}, and {folder} belongs to another user; name another --cache-folder."
+            )
+        tempfile.TemporaryFile(dir=folder).close()  # raises OSError if nothing can be written there
+    except OSError as error:
+        raise UsageError(
+            f"--cache is {config.cache}, and {folder} cannot be written ({error.strerror}); name another "
+            "--cache-folder."
+        ) from None
+    return folder
 
 
 def keeps_shared(config: ResolvedConfig, data: Dataset, memory_bytes: int) -> bool:

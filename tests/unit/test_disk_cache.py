@@ -258,6 +258,8 @@ def test_a_disk_that_cannot_be_used_is_told_at_the_start(
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match=r"file cannot be written \(File exists\); name another --cache-folder"):
         choice(url, cache="disk", cache_folder=str(tmp_path / "file"))
+    with pytest.raises(UsageError, match=r"--cache is auto, and .*file cannot be written"):
+        choice(url, cache_folder=str(tmp_path / "file"))
     monkeypatch.setattr(image_cache, "usable_bytes", lambda folder: -1)
     with pytest.raises(UsageError, match=r"has 0\.0 GB to spare; make room there, or name another --cache-folder"):
         choice(url, cache="disk", cache_folder=str(tmp_path))
