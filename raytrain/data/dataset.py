@@ -195,7 +195,7 @@ def open_dataset(config: TrainConfig, run_store: Store | None = None) -> Dataset
 
     held_out_format = evaluation_format(config)
     mean, std = _mean_std(config, stores["train"], train, held_out_format)
-    # Measuring them has told the same, and a run that resumes has told it before.
+    # Measuring mean and deviation reports such images, too, and a run that resumes has reported them before.
     if config.mean is not None and config.std is not None and train is not stored_train:
         look_for_black_and_white(stores["train"], train, held_out_format, config.seed)
 
