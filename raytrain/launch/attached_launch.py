@@ -213,7 +213,8 @@ class AttachedLaunch:
         """Run the session to the run's end, in a thread, and set its result or its exception."""
         try:
             with RunSession(self._prepared, self) as session:
-                self._result.set_result(session.watch())
+                result = session.watch()
+            self._result.set_result(result)  # not before the message of --notify is sent: the process may end then
         except BaseException as error:
             self._result.set_exception(error)
             # Nothing writes documents or passes on requests to stop any more, so the loop must not train on for hours.

@@ -120,6 +120,12 @@ def test_an_error_in_the_block_fails_the_run_and_is_raised_as_it_is(
     assert_same_weights(attached_run(images, tmp_path, resume=True), reference)
 
 
+def test_the_message_of_notify_is_sent_before_the_block_is_left(images: Path, tmp_path: Path) -> None:
+    """Afterwards the process may end at once."""
+    attached_run(images, tmp_path, epochs=1, notify=f"sleep 0.5; touch {tmp_path}/sent")
+    assert (tmp_path / "sent").exists()
+
+
 def test_a_view_that_fails_ends_the_loop_which_nobody_would_watch(images: Path, tmp_path: Path) -> None:
     def view(snapshot: Snapshot) -> None:
         raise KeyError("a mistake of the view's")
