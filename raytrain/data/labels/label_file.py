@@ -104,46 +104,48 @@ class LabelTable:
     def rows_of(self, images: Manifest) -> Int64s:
         """Return the row of each image, (len(images),); -1 if it has none.
 
-        All keys are compared in the same form: the first of those below in which at least one image has a row.
+        All keys are compared in the same form: the first of :func:`_forms_of_keys` in which an image has a row.
         """
         keys = [comparable_key(str(key)) for key in images.keys.to_pylist()]
-
-        def rows_in(row_of: dict[str, int], *forms: Callable[[str], str]) -> Int64s | None:
-            """Return the rows by the first of ``forms`` in which a key of the images is in ``row_of``; else None."""
+        for paths, forms in _forms_of_keys(self.keys, images.url):
+            row_of = {path: row for row, path in enumerate(paths) if path}
+            if len(row_of) < sum(path != "" for path in paths):  # several keys would be the same
+                continue
             for form in forms:
                 rows = np.array([row_of.get(form(key), -1) for key in keys], np.int64)
                 if (rows >= 0).any():
                     return rows
-            return None
+        return np.full(len(keys), -1)
 
-        # Many tables have keys without suffixes, or without folders: try these forms after the whole key.
-        by_key = {key: row for row, key in enumerate(self.keys)}
-        rows = rows_in(by_key, str, _stem, posixpath.basename, lambda key: _stem(posixpath.basename(key)))
-        if rows is not None:
-            return rows
 
-        # Or keys are paths on another machine, such as C:/photos/cat/1.jpg, where the folder of the images has the same
-        # name: then compare what comes after that name, unless two keys are alike there. Prefer keys with the folder
-        # above it, too, since train/images and val/images are not the same folder.
-        *_, parent, folder = f"/{images.url.rstrip('/')}".split("/")
-        for anchor in (f"/{parent}/{folder}/", f"/{folder}/"):
-            places = [f"/{key}".partition(anchor) for key in self.keys]
-            is_other_part = [is_part(parent) and is_part(posixpath.basename(before)) for before, _, _ in places]
-            paths = ["" if other else path for (_, _, path), other in zip(places, is_other_part, strict=True)]
-            by_path = {path: row for row, path in enumerate(paths) if path}  # empty if the key is not in the folder
-            if rows is None and len(by_path) == sum(path != "" for path in paths):
-                rows = rows_in(by_path, str, _stem)
+_Forms = tuple[Callable[[str], str], ...]
+"""Functions that turn the key of an image into one that a table may have."""
 
-        # Or keys begin with folders that the images are not in, such as the bucket that these were downloaded from.
-        for paths in _without_shared_folders(self.keys):
-            if rows is None:
-                rows = rows_in({path: row for row, path in enumerate(paths)}, str, _stem)
 
-        # Or the images have other suffixes, such as .JPG or, after a conversion, .png.
-        by_stem = {_stem(key): row for row, key in enumerate(self.keys)}
-        if rows is None and len(by_stem) == len(self.keys) and all(map(ends_like_image, self.keys)):
-            rows = rows_in(by_stem, _stem, lambda key: _stem(posixpath.basename(key)))
-        return np.full(len(keys), -1) if rows is None else rows
+def _forms_of_keys(keys: Texts, images_url: str) -> Iterator[tuple[Sequence[str], _Forms]]:
+    """Yield forms of a table's keys, the likeliest first, each with those of the images' keys to compare with them.
+
+    A form of a key is empty if it does not fit that key. ``images_url`` is the folder of the images.
+    """
+    # Many tables have keys without suffixes, or without folders.
+    yield keys.tolist(), (str, _stem, posixpath.basename, _stem_of_name)
+
+    # Or keys are paths on another machine, such as C:/photos/cat/1.jpg, where the folder of the images has the same
+    # name: then compare what comes after that name. Prefer keys with the folder above it, too, since train/images and
+    # val/images are not the same folder.
+    *_, parent, folder = f"/{images_url.rstrip('/')}".split("/")
+    for anchor in (f"/{parent}/{folder}/", f"/{folder}/"):
+        places = [f"/{key}".partition(anchor) for key in keys]
+        is_other_part = [is_part(parent) and is_part(posixpath.basename(before)) for before, _, _ in places]
+        yield ["" if other else path for (_, _, path), other in zip(places, is_other_part, strict=True)], (str, _stem)
+
+    # Or keys begin with folders that the images are not in, such as the bucket that these were downloaded from.
+    for paths in _without_shared_folders(keys):
+        yield paths, (str, _stem)
+
+    # Or the images have other suffixes, such as .JPG or, after a conversion, .png.
+    if all(map(ends_like_image, keys)):
+        yield list(map(_stem, keys)), (_stem, _stem_of_name)
 
 
 def _without_shared_folders(keys: Iterable[str]) -> Iterator[list[str]]:
@@ -169,6 +171,11 @@ def _without_shared_folders(keys: Iterable[str]) -> Iterator[list[str]]:
 def _stem(key: str) -> str:
     """Return a key without the suffix of its file."""
     return posixpath.splitext(key)[0]
+
+
+def _stem_of_name(key: str) -> str:
+    """Return the name of a key's file without folders and suffix."""
+    return _stem(posixpath.basename(key))
 
 
 def read_label_file(
