@@ -22,18 +22,20 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import time
 from contextlib import suppress
 from enum import Enum, auto
 from typing import Protocol
 
 from raytrain.config import ResolvedConfig
-from raytrain.errors import CoordinatorLost, RaytrainError, StorageError
+from raytrain.errors import CoordinatorLost, RaytrainError, StorageError, format_count
 from raytrain.launch.coordinator import Coordinator, Ending
 from raytrain.launch.gather_provenance import Gathering
 from raytrain.launch.notification import Notification, message_of, notify_target
 from raytrain.launch.prepare import PreparedRun
 from raytrain.launch.suspicious_pictures import SuspiciousPictures
+from raytrain.loader.machine import cores
 from raytrain.monitor.cost import CostMeter
 from raytrain.monitor.document_writer import DocumentWriter, progress_of
 from raytrain.monitor.events import DocumentLost, Note, ProvenanceChanged
@@ -41,7 +43,7 @@ from raytrain.monitor.snapshot import START, Snapshot
 from raytrain.runs.background_and_throttle import Background
 from raytrain.runs.checkpoint_files import newest_checkpoint
 from raytrain.runs.documents import PROVENANCE
-from raytrain.runs.logs import print_line
+from raytrain.runs.logs import STARTUP, print_line
 from raytrain.runs.outcome import Outcome, StopReason, TrainResult, failure_sentence, successful
 from raytrain.runs.provenance import record_provenance
 from raytrain.runs.redact import printable, redact
@@ -50,6 +52,7 @@ from raytrain.training.script_logging import LoggedRecord, write_record
 
 _log = logging.getLogger(__name__)
 _POLL_EVERY_S = 0.5
+LONG_START_S = 15.0  # after which a session says what the start of the workers waits for
 _ABORTED_WITHIN_S = 5.0  # that documents being written may take when the session is interrupted
 _STATUS_AFTER: dict[object, str] = {KeyboardInterrupt: "interrupted", CoordinatorLost: "starting"}
 """The status of a run whose session was interrupted by such an exception; after any other, it is "failed"."""
@@ -153,6 +156,7 @@ class RunSession:
         nothing of the run is in storage. Raises StorageError if the summary cannot be written.
         """
         signals = self._prepared.signals
+        began_at, report_start_after_s = time.monotonic(), LONG_START_S
         ending = self._monitor.ending()
         stopped_before_training = False
         # If this is a restart, a request that the attempt before did not get is passed on now: what is left of the run
@@ -181,6 +185,12 @@ class RunSession:
                 stopped_before_training = is_starting and self._launch.ends_workers
                 if stopped_before_training:
                     break
+
+            # Say what a long start waits for: after 15, 30, 60 … seconds.
+            waited_s = time.monotonic() - began_at
+            if snapshot.status == "starting" and waited_s >= report_start_after_s and self._prepared.group is None:
+                report_start_after_s *= 2
+                _report_long_start(waited_s, is_checked=ending.is_checked)
 
             # Look after the workers, and ask whether the run has ended.
             for gpu in self._cost.gpus_without_price - self._reported_gpus:
@@ -345,3 +355,17 @@ class RunSession:
         self._launch.close(finished=self._phase is RunPhase.OVER)
         self._notification.wait()
         del self._launch  # otherwise its objects in the cluster live until Python's garbage collection
+
+
+def _report_long_start(waited_s: float, *, is_checked: bool) -> None:
+    """Say what the workers do that have been starting for ``waited_s`` seconds, and whether this machine is busy.
+
+    ``is_checked``: they have found that the network, its weights and the options fit together.
+    """
+    doing = "import torch and the code of the loop, and build the network"
+    if is_checked:
+        doing = "run the loop up to its first batch"
+    load, num_cores, busy = os.getloadavg()[0], cores(), ""
+    if load > 2 * num_cores:
+        busy = f"; this machine is busy: some {load:.0f} processes share its {format_count(num_cores, 'core')}"
+    STARTUP.info("still starting, after %.0f s: the workers %s%s …", waited_s, doing, busy)

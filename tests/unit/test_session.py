@@ -17,6 +17,7 @@ import pytest
 from raytrain.config import ResolvedConfig
 from raytrain.data.labels.manifest import Manifest
 from raytrain.errors import CoordinatorLost, LoopFailed, TrainingFailed, UsageError
+from raytrain.launch import session as session_module
 from raytrain.launch import suspicious_pictures
 from raytrain.launch.coordinator import Coordinator
 from raytrain.launch.prepare import PreparedRun, TrainRequest, prepare, settle_options
@@ -117,6 +118,22 @@ def test_a_run_is_written_down_once_its_workers_have_checked_it_and_then_its_end
         assert opened.watch().status == "finished"
     assert launch.closed == [True]
     assert (read_status(store).status, read_json(store, SUMMARY)["steps"]) == ("finished", 20)
+
+
+def test_a_long_start_says_what_it_waits_for(
+    images: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_module, "LONG_START_S", 0.05)
+    caplog.set_level(logging.INFO, "raytrain")
+
+    def train(coordinator: Coordinator) -> None:
+        if "run the loop up to its first batch" in caplog.text:
+            coordinator.note_start(2, 0)
+            coordinator.conclude(DONE)
+        elif "still starting, after 0 s: the workers import torch" in caplog.text:
+            coordinator.note_checked()
+
+    assert run(images, tmp_path, train, StopSignals()).status == "finished"
 
 
 def test_a_stop_before_the_workers_train_ends_the_run_at_once(images: Path, tmp_path: Path) -> None:
