@@ -24,7 +24,7 @@ import secrets
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from types import CellType, FunctionType
 from typing import TYPE_CHECKING, cast
 
@@ -33,12 +33,10 @@ import torch.distributed as dist
 
 from raytrain.config import ResolvedConfig, TrainConfig
 from raytrain.config.option_calls import takes_config
-from raytrain.config.option_marks import Mark
-from raytrain.config.options import options_with
 from raytrain.data.dataset import Dataset
 from raytrain.errors import LoopFailed, StorageError, UsageError
 from raytrain.launch.attached_launch import AttachedCoordinator, AttachedLaunch, GroupMessages, MessageReporter
-from raytrain.launch.option_checks import check_named, check_named_code, check_warmup
+from raytrain.launch.option_checks import check_options_of_attach
 from raytrain.launch.prepare import TrainRequest, prepare, settle_options
 from raytrain.launch.resume import already_trained
 from raytrain.loader.decoders import NewProcess
@@ -198,38 +196,12 @@ def _meet(config: TrainConfig, group: ProcessGroup, *, in_ray: bool) -> torch.de
             f"This is one of {world_size} processes, and would train alone: call "
             "torch.distributed.init_process_group() first, and raytrain.attach after it."
         )
-    group.everywhere(lambda: _check_options(config, in_ray=in_ray))
+    group.everywhere(lambda: check_options_of_attach(config, in_ray=in_ray))
     group.check_equal("other options for raytrain.attach", config.to_json())
     device = group.everywhere(lambda: _own_device(config, in_ray=in_ray))
     if config.threads_per_worker is not None:
         torch.set_num_threads(config.threads_per_worker)
     return device
-
-
-def _check_options(config: TrainConfig, *, in_ray: bool) -> None:
-    """Raise UsageError for options that no attached run can start with. Read nothing from storage.
-
-    ``in_ray``: this process is a worker of Ray Train or a trial of Tune, and Ray has given it a folder of its own.
-    """
-    check_named(config)
-    # The launcher has decided on the processes. A kind of device, such as cuda, can be obeyed, but not single GPUs or a
-    # type of GPU; and --accumulate auto would start the run again with more microbatches.
-    defaults = {field.name: field.default for field in fields(TrainConfig)}
-    refused = [name for name in options_with(Mark.OF_LAUNCHER) if getattr(config, name) != defaults[name]]
-    refused += ["device"] * (config.device != config.device_type) + ["accumulate"] * (config.accumulate == "auto")
-    if refused:
-        value = getattr(config, refused[0])
-        raise UsageError(
-            f"{refused[0]} is {value!r}, which raytrain.attach cannot obey: it trains with the code of its block, in "
-            "the processes that your launcher has started, and starts none; omit it, or call raytrain.train."
-        )
-    if in_ray and "://" not in config.storage and not os.path.isabs(os.path.expanduser(config.storage)):
-        raise UsageError(
-            f"storage is {config.storage!r}, and Ray has given this process a folder of its own ({os.getcwd()}), where "
-            "nobody would find the run: give an absolute path or a URL."
-        )
-    check_named_code(config)
-    check_warmup(config)
 
 
 def _own_device(config: TrainConfig, *, in_ray: bool) -> torch.device:

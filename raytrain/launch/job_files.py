@@ -62,20 +62,6 @@ class JobFiles:
             shutil.copyfile(self.folder / path, folder / path, follow_symlinks=False)
 
 
-def check_places(config: TrainConfig) -> None:
-    """Raise UsageError if the options name a relative path, which the machines of the cluster do not share."""
-    for option in options_with(Mark.SHARED_PLACE):
-        place: str | None = getattr(config, option)
-        if place in (None, "", "DEFAULT"):  # DEFAULT is no path, but the weights of the network's library
-            continue
-        if "://" in place or Path(place).is_absolute():
-            continue
-        raise UsageError(
-            f"{flag(option)} is {place}, which the job would look for in a temporary folder of its own; give a URL "
-            "(s3://bucket/prefix), or an absolute path that all machines of the cluster share."
-        )
-
-
 def own_functions(config: TrainConfig) -> Iterator[tuple[str, str]]:
     """Yield each option that names a function of the user's own, with the function's name.
 

@@ -1,19 +1,32 @@
-"""Refuse options that no run can start with, and report those that have no effect, before anything starts.
+"""Refuse options that no run, attached run or job can start with, and report those that have no effect.
 
-These checks look at the options alone: nothing is read from storage, and torch is not imported.
+These checks come before anything starts, and look at the options alone: nothing is read from storage, and torch is not
+imported.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raytrain.config import TrainConfig
-from raytrain.config.network import Decoder
-from raytrain.errors import UsageError, current_folder, shell_command
+from raytrain.config.named_functions import check_module, names_own_function
+from raytrain.config.network import Decoder, timm_name
+from raytrain.config.option_marks import Mark
+from raytrain.config.options import options_with
+from raytrain.config.pickled_code import check_loop
+from raytrain.errors import UsageError, current_folder, flag, shell_command
+from raytrain.launch.job_files import own_functions
 from raytrain.loader.machine import gpu_decoder_problem
 from raytrain.recipes import RECIPES
 from raytrain.runs.documents import check_name
+from raytrain.training.loop_checks.loop_mistakes import check_loop_function, check_named_function
+from raytrain.training.metrics.evaluation_metrics import measured_metrics
+from raytrain.training.model_names import check_model_name, check_optimizer_name
+from raytrain.training.weights_source import check_weights_source
 
 if TYPE_CHECKING:
     from raytrain.training.run import Run
@@ -26,12 +39,6 @@ def check_options(config: TrainConfig, loop: Callable[[Run], None] | None = None
 
     Example: ``check_options(TrainConfig(data="images", model="resnet"))`` raises it, with similar names.
     """
-    from raytrain.config.named_functions import check_module
-    from raytrain.config.pickled_code import check_loop
-    from raytrain.training.loop_checks.loop_mistakes import check_loop_function, check_named_function
-    from raytrain.training.metrics.evaluation_metrics import measured_metrics
-    from raytrain.training.model_names import check_model_name, check_optimizer_name
-
     check_named(config)
     if config.decoder == "gpu" and config.device_type == "cpu":
         choose_decoder(config, gpu_decoder_problem("cpu"))  # raises UsageError
@@ -50,6 +57,82 @@ def check_options(config: TrainConfig, loop: Callable[[Run], None] | None = None
         check_module("--loop", config.loop)
         check_named_function("--loop", config.loop, is_loop=True)
     check_named_code(config)
+
+
+def check_options_of_attach(config: TrainConfig, *, in_ray: bool) -> None:
+    """Raise UsageError for options that no attached run can start with. Read nothing from storage.
+
+    ``in_ray``: this process is a worker of Ray Train or a trial of Tune, and Ray has given it a folder of its own.
+    """
+    check_named(config)
+    # The launcher has decided on the processes. A kind of device, such as cuda, can be obeyed, but not single GPUs or a
+    # type of GPU; and --accumulate auto would start the run again with more microbatches.
+    defaults = {field.name: field.default for field in fields(TrainConfig)}
+    refused = [name for name in options_with(Mark.OF_LAUNCHER) if getattr(config, name) != defaults[name]]
+    refused += ["device"] * (config.device != config.device_type) + ["accumulate"] * (config.accumulate == "auto")
+    if refused:
+        value = getattr(config, refused[0])
+        raise UsageError(
+            f"{refused[0]} is {value!r}, which raytrain.attach cannot obey: it trains with the code of its block, in "
+            "the processes that your launcher has started, and starts none; omit it, or call raytrain.train."
+        )
+    if in_ray and "://" not in config.storage and not os.path.isabs(os.path.expanduser(config.storage)):
+        raise UsageError(
+            f"storage is {config.storage!r}, and Ray has given this process a folder of its own ({os.getcwd()}), where "
+            "nobody would find the run: give an absolute path or a URL."
+        )
+    check_named_code(config)
+    check_warmup(config)
+
+
+def check_options_of_job(config: TrainConfig, *, is_sweep: bool) -> None:
+    """Raise UsageError for options with which no command can train on a cluster, without asking the cluster.
+
+    The text of the user's functions is checked, too. What only the cluster may have is not: its packages, and files at
+    absolute paths. With ``is_sweep``, or with a loop of the user's, learning rate, metrics and model are not checked,
+    because the points of the sweep, or the loop, decide on them.
+
+    Example: ``check_options_of_job(TrainConfig(data="s3://bucket/train", loop="my_loop.py:train"), is_sweep=False)``
+    """
+    # Options that work on this machine, but not in a job.
+    if config.address is not None:
+        raise UsageError("--address is the job server's; give it before the --, and none after it.")
+    if config.notify is not None and not config.notify.startswith("$"):
+        raise UsageError(
+            "--notify would stand in the command line of the job, which others can read; set a variable on the "
+            "machines of the cluster, and give --notify '$NAME' with its name."
+        )
+    check_named(config)
+    check_places(config)
+
+    # The user's functions, by the text of their files: what these import may be on the cluster alone.
+    if config.loop is not None:
+        check_module("--loop", config.loop)
+    for option, name in own_functions(config):
+        check_module(flag(option), name)
+        check_named_function(flag(option), name, is_loop=option == "loop", runs_here=False)
+    if config.loop is not None or is_sweep:
+        return
+
+    # What the built-in loop needs.
+    config.check_learning_rate()
+    config.check_metrics(measured_metrics(config, runs_here=False))
+    if timm_name(config.model) is None:
+        check_model_name(config.model)
+
+
+def check_places(config: TrainConfig) -> None:
+    """Raise UsageError if the options name a relative path, which the machines of the cluster do not share."""
+    for option in options_with(Mark.SHARED_PLACE):
+        place: str | None = getattr(config, option)
+        if place in (None, "", "DEFAULT"):  # DEFAULT is no path, but the weights of the network's library
+            continue
+        if "://" in place or Path(place).is_absolute():
+            continue
+        raise UsageError(
+            f"{flag(option)} is {place}, which the job would look for in a temporary folder of its own; give a URL "
+            "(s3://bucket/prefix), or an absolute path that all machines of the cluster share."
+        )
 
 
 def check_named(config: TrainConfig) -> None:
@@ -73,9 +156,6 @@ def check_named_code(config: TrainConfig) -> None:
 
     It neither runs the user's code nor asks over the network. What only these can find out is checked later.
     """
-    from raytrain.config.named_functions import check_module, names_own_function
-    from raytrain.training.loop_checks.loop_mistakes import check_named_function
-    from raytrain.training.weights_source import check_weights_source
 
     model = config.model if names_own_function(config.model) else None
     for option, name in (("--model", model), ("--transforms", config.transforms)):

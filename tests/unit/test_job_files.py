@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from raytrain import TrainConfig, UsageError
-from raytrain.launch.job_files import check_places, job_files
+from raytrain.launch.job_files import job_files
+from raytrain.launch.option_checks import check_places
 
 CODE = {
     "my_loop.py": "import torch, helper\nfrom parts import net\n\ndef loop(run):\n    import late.one\n",

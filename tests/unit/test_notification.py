@@ -19,7 +19,7 @@ from raytrain.config import TrainConfig
 from raytrain.errors import UsageError
 from raytrain.launch import notification
 from raytrain.launch.notification import Notification, check_notify, message_of, notify_target
-from raytrain.launch.ray.submit import check_command
+from raytrain.launch.option_checks import check_options_of_job
 from raytrain.runs.outcome import StopReason, train_command
 from raytrain.runs.redact import redact
 from tests.helpers.snapshots import train_result
@@ -194,7 +194,7 @@ def test_the_url_is_in_no_text_about_the_run() -> None:
 
 def test_a_job_on_a_cluster_gets_the_name_of_a_variable_only() -> None:
     with pytest.raises(UsageError, match=r"--notify would stand in the command line of the job, .* give --notify '"):
-        check_command(options(f"https://hooks.example.com/{TOKEN}"), is_sweep=True)
+        check_options_of_job(options(f"https://hooks.example.com/{TOKEN}"), is_sweep=True)
 
 
 @pytest.mark.slow

@@ -88,10 +88,11 @@ def submit(
     config: TrainConfig = options["config"]
 
     from raytrain.launch.job_files import job_files
-    from raytrain.launch.ray.submit import DETACHED, check_command, follow_job
+    from raytrain.launch.option_checks import check_options_of_job
+    from raytrain.launch.ray.submit import DETACHED, follow_job
     from raytrain.launch.ray.submit import submit as send
 
-    check_command(config, is_sweep=command[0] == "sweep")
+    check_options_of_job(config, is_sweep=command[0] == "sweep")
     if command[0] == "sweep" and not config.resume:
         _check_trials(config, options)
     files = job_files(config, include, config_file_of(command))

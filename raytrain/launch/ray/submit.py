@@ -21,12 +21,9 @@ from urllib.parse import urlsplit
 
 import raytrain
 from raytrain.config import TrainConfig
-from raytrain.config.named_functions import check_module
-from raytrain.config.network import timm_name
-from raytrain.errors import RaytrainError, TrainingFailed, UsageError, flag
+from raytrain.errors import RaytrainError, TrainingFailed, UsageError
 from raytrain.launch.gather_provenance import COMMIT_VARIABLE, GitStatus, own_code_files
-from raytrain.launch.job_files import JobFiles, check_places, own_functions
-from raytrain.launch.option_checks import check_named
+from raytrain.launch.job_files import JobFiles
 from raytrain.launch.ray.find_cluster import with_token
 from raytrain.launch.ray.private_api import JOB_SERVER_VERSION, OLDEST, minor_version
 from raytrain.monitor.stop_request import StopSignals, request_stop
@@ -34,9 +31,6 @@ from raytrain.runs.documents import new_name
 from raytrain.runs.outcome import SUBMIT_VARIABLE
 from raytrain.storage.clouds.cloud import is_loopback
 from raytrain.storage.temporary_files import TemporaryFolder
-from raytrain.training.loop_checks.loop_mistakes import check_named_function
-from raytrain.training.metrics.evaluation_metrics import measured_metrics
-from raytrain.training.model_names import check_model_name
 
 DETACHED = "DETACHED"
 _POLL_EVERY_S = 0.5
@@ -52,42 +46,6 @@ class Submission:
     job: str
     name: str
     storage: str
-
-
-def check_command(config: TrainConfig, *, is_sweep: bool) -> None:
-    """Raise UsageError for options with which no command can train on a cluster, without asking the cluster.
-
-    The text of the user's functions is checked, too. What only the cluster may have is not: its packages, and files at
-    absolute paths. With ``is_sweep``, or with a loop of the user's, learning rate, metrics and model are not checked,
-    because the points of the sweep, or the loop, decide on them.
-
-    Example: ``check_command(TrainConfig(data="s3://bucket/train", loop="my_loop.py:train"), is_sweep=False)``
-    """
-    # Options that work on this machine, but not in a job.
-    if config.address is not None:
-        raise UsageError("--address is the job server's; give it before the --, and none after it.")
-    if config.notify is not None and not config.notify.startswith("$"):
-        raise UsageError(
-            "--notify would stand in the command line of the job, which others can read; set a variable on the "
-            "machines of the cluster, and give --notify '$NAME' with its name."
-        )
-    check_named(config)
-    check_places(config)
-
-    # The user's functions, by the text of their files: what these import may be on the cluster alone.
-    if config.loop is not None:
-        check_module("--loop", config.loop)
-    for option, name in own_functions(config):
-        check_module(flag(option), name)
-        check_named_function(flag(option), name, is_loop=option == "loop", runs_here=False)
-    if config.loop is not None or is_sweep:
-        return
-
-    # What the built-in loop needs.
-    config.check_learning_rate()
-    config.check_metrics(measured_metrics(config, runs_here=False))
-    if timm_name(config.model) is None:
-        check_model_name(config.model)
 
 
 def submit(words: Sequence[str], config: TrainConfig, files: JobFiles, address: str | None) -> Submission:
