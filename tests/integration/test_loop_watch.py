@@ -165,6 +165,28 @@ class Clamped(nn.Module):
         return logits
 
 
+def hooks_that_multiply(model: nn.Module, batch: Any) -> Tensor:
+    """Gradients that are kept, reversed and masked; the norm of one is printed."""
+    kept: list[Tensor] = []
+    features = model[:3](batch.images)
+    features.register_hook(kept.append)
+    features.register_hook(lambda gradient: -0.5 * gradient)
+    mask = torch.arange(8) < 6
+    features.register_hook(lambda gradient: print(float(gradient.norm())) or gradient.clone().mul_(mask) / 2)
+    return F.cross_entropy(model[3](features), batch.labels)
+
+
+def hook_by_parts(model: nn.Module, batch: Any) -> Tensor:
+    def hook(gradient: Tensor) -> Tensor:
+        scaled = 2 * gradient
+        scaled[gradient.abs() > 0.01] = 0
+        return scaled
+
+    logits = model(batch.images)
+    logits.register_hook(hook)
+    return F.cross_entropy(logits, batch.labels)
+
+
 def shaped_as_a_bias(run: Any) -> None:
     """A factor for each image, of which a worker of two has as many as there are numbers in a bias."""
     generator = torch.Generator().manual_seed(3)
@@ -600,6 +622,7 @@ NOTES: dict[str, tuple[Loop, str]] = {
         "random numbers from torch",
     ),
     "a hook of a gradient": (by_steps(entropy, Clamped), "register_post_accumulate_grad_hook"),
+    "a hook of a part of a gradient": (by_steps(hook_by_parts, mlp), "register_post_accumulate_grad_hook"),
     "a late hook of a weight": (late_hook, "register_post_accumulate_grad_hook"),
 }
 
@@ -814,6 +837,7 @@ def of_mean(term: Callable[[Tensor], Tensor]) -> Loop:
 
 
 SILENT: dict[str, Loop] = {
+    "hooks that multiply": by_steps(hooks_that_multiply, mlp),
     "experts": by_steps(entropy, lambda: Between(experts)),
     "class by class": by_steps(class_by_class, mlp),
     "a sum times a fraction": by_steps(

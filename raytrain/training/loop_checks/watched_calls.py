@@ -45,6 +45,7 @@ from raytrain.errors import UsageError
 from raytrain.training.batches.batch import Batch
 from raytrain.training.exact import gather
 from raytrain.training.exact.gradients import HOOK_NOTE
+from raytrain.training.loop_checks.hooks_of_gradients import watched_hook
 from raytrain.training.loop_checks.loop_numbers import LoopNumbers
 from raytrain.training.loop_checks.searching import searching
 from raytrain.training.loop_checks.swapped_images import SwappedImages, is_collective
@@ -181,8 +182,8 @@ class WatchedCalls(TorchFunctionMode):
             self._report_on(
                 [leaf for leaf in tree_leaves((args[:1], kwargs.get("tensors"))) if isinstance(leaf, Tensor)]
             )
-        if name == "register_hook":  # it may change a gradient
-            self._report(HOOK_NOTE)
+        if name == "register_hook" and len(args) == 2 and id(args[0]) not in self._weights:
+            args = args[0], watched_hook(args[1], lambda: self._report(HOOK_NOTE))
         if name == "__iter__" and args[0] in self._marks and args[0].ndim == 1:  # what it gives cannot be seen
             return iter(self.__torch_function__(Tensor.unbind, types, args))
 
