@@ -42,9 +42,17 @@ def add_events(store: Store, *events: Event) -> None:
     )
 
 
-def end_run(store: Store, status: str, step: int, checkpoint: str | None) -> None:
+def end_run(store: Store, status: str, step: int, checkpoint: str | None, best: float | None = None) -> None:
     """The summary and the status of a run that is over."""
-    result = train_result(name="run", status=status, steps=step, checkpoint=checkpoint, run_dir=store.url)
+    result = train_result(
+        name="run",
+        status=status,
+        steps=step,
+        checkpoint=checkpoint,
+        run_dir=store.url,
+        best_metric="accuracy",
+        best_value=best,
+    )
     write_json(store, SUMMARY, result.summary())
     write_status(store, RunStatus(status=status, step=step, num_steps=1000, epoch=1, num_epochs=4, num_workers=2))
 

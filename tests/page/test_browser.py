@@ -126,8 +126,9 @@ def test_a_run_of_another_process_is_shown_from_its_documents_and_stopped(visit:
         page.get_by_role("button", name="Stop the run").click()
         expect(page.locator(".pill")).to_have_text("stopping")
         assert read_json(store, STOP_REQUEST)["kind"] == "page"
-        end_run(store, "stopped", 51, "runs/run/checkpoints/step-000000051.pt")
+        end_run(store, "stopped", 51, "runs/run/checkpoints/step-000000051.pt", best=0.9375)
         expect(page.locator(".banner")).to_contain_text("step-000000051.pt")
+        expect(page.locator(".tiles")).to_contain_text("Best validation accuracy93.8 %")  # better than the last, 87.5 %
         resume = shell_command("train", "--name", "run", storage=str(tmp_path)) + " --resume"
         expect(page.locator(".banner .resume")).to_have_text(f"Resume with: {resume} copy")
         page.context.grant_permissions(["clipboard-read", "clipboard-write"])

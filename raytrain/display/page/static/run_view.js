@@ -166,9 +166,12 @@ export class RunView {
 
   showTiles() {
     const { latest, evaluation, result } = this.state;
+    // The checkpoint that `evaluate` and the other commands use is that of the best evaluation, not of the last one.
+    const hasBetter = result?.best_metric === "accuracy" && result.best_value > evaluation?.accuracy;
     const tiles = [
       ...(result?.test_accuracy == null ? [] : [["Test accuracy", formatPercent(result.test_accuracy)]]),
       ["Validation accuracy", formatPercent(evaluation?.accuracy)],
+      ...(hasBetter ? [["Best validation accuracy", formatPercent(result.best_value)]] : []),
       ["Validation loss", formatNumber(evaluation?.loss)],
       ["Training loss", formatNumber(latest?.loss)],
       ["Learning rate", formatNumber(latest?.learning_rate)],
