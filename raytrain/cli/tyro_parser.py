@@ -200,7 +200,7 @@ def _only_named(kind: str, choices: Mapping[str, T], words: Sequence[str]) -> Ma
     if not words or words[0].startswith("-"):
         return choices  # for the help, or for an error that names them all
     if words[0] not in choices:
-        hint = did_you_mean(words[0], choices)
+        hint = did_you_mean(words[0], [*choices, *HELP])
         if kind == "recipe" and (advice := how_given(words[0])):
             hint = f" ({advice})"
         raise UsageError(f"There is no {kind} {words[0]!r}{hint}; the {kind}s are {', '.join(choices)}.")

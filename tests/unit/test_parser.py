@@ -249,6 +249,7 @@ def test_options_may_come_before_the_command(stored: TrainConfig) -> None:
             "trian cifar10",
             "There is no command 'trian' (did you mean train?); the commands are train, sweep, find-rate, stop.",
         ),
+        ("help", "There is no command 'help' (did you mean --help?); the commands are train, sweep, find-rate, stop."),
         ("--json", "Choose one of train, sweep, find-rate, stop."),
         ("train .", "There is no recipe '.' (images are given as --data .); the recipes are "),
         ("train s3://b/x", "There is no recipe 's3://b/x' (images are given as --data s3://b/x); the recipes are "),

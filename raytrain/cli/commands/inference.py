@@ -126,7 +126,7 @@ def predict(
     from raytrain.display.console import format_value, headed_table, key_value_table
 
     if bool(files) == (data is not None):
-        raise UsageError("Give image files (raytrain predict RUN photo.jpg …) or a folder with --data, not both.")
+        raise UsageError("Give either image files (raytrain predict RUN photo.jpg …) or a folder with --data.")
     if embeddings and output is None:
         raise UsageError("--embeddings are hundreds of numbers per image; give --output, a .parquet file.")
     with redirect_stdout(sys.stderr):

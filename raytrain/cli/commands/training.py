@@ -75,7 +75,7 @@ def new(
                 (target / name).unlink(missing_ok=True)
             raise explain_os_error(error, folder) from error
     command = shell_command("train.py", program="python")
-    text = f"Wrote {', '.join(names)} into {folder}. Train with:  cd {shlex.quote(folder)} && {command}"
+    text = f"Wrote {', '.join(names)} into the folder {folder}; train with: cd {shlex.quote(folder)} && {command}"
     return CommandResult(text, {"folder": folder, "files": names})
 
 
