@@ -21,6 +21,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from raytrain.config import ResolvedConfig, TrainConfig
+from raytrain.config.named_functions import load_optional
 from raytrain.config.network import Precision, Resizer
 from raytrain.data.images.crop_box import fastest_resizer
 from raytrain.errors import StorageError, UsageError
@@ -48,6 +49,8 @@ from raytrain.runs.metric_row import SkipLimit
 from raytrain.runs.ownership import RunClaim, claim_run
 from raytrain.runs.records import delete_run, has_ended_without_step
 from raytrain.runs.status import RunStatus, read_status
+from raytrain.storage.open import open_store
+from raytrain.training.metrics.evaluation_metrics import check_number_of_classes
 from raytrain.training.weights_source import check_downloads
 
 if TYPE_CHECKING:
@@ -114,8 +117,6 @@ def settle_options(config: TrainConfig) -> TrainConfig:
     before its first step is deleted. Raises UsageError or StorageError if storage cannot be written, the name is taken,
     the run was started with other options, or there are no images or weights.
     """
-    from raytrain.storage.open import open_store
-
     name = config.name or new_name(config.recipe)
     check_notify(config)
     urls = config.data, config.validation_data, config.test_data
@@ -211,8 +212,6 @@ def prepare(config: TrainConfig, request: TrainRequest | None = None) -> Prepare
             listed.check(stored, f"Run {name!r}")
 
     if request.loop is None and config.loop is None:  # a user's loop may measure in its own way
-        from raytrain.training.metrics.evaluation_metrics import check_number_of_classes
-
         check_number_of_classes(config.named_metrics, len(data.train.classes))
 
     # Check again once the run is owned: its owner until now may just have started it, or written a checkpoint.
@@ -347,7 +346,6 @@ class PreparedRun(TrainRequest):
         It is off for a loop that does not build the network of ``--model``, and for an attached run: which network
         these train is not known yet.
         """
-        from raytrain.config.named_functions import load_optional
         from raytrain.training.loop_checks.unused_options import names_in_code
         from raytrain.training.networks.memory_format import (
             suits_channels_last,  # imports torch, as the workers do meanwhile

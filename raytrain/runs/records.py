@@ -40,6 +40,7 @@ from raytrain.runs.outcome import EndStatus, as_tuple
 from raytrain.runs.ownership import claim_run
 from raytrain.runs.provenance import Provenance, read_provenance
 from raytrain.runs.status import RunStatus, parse_status, stored_status
+from raytrain.storage.folder import links_out
 from raytrain.storage.store import Store, StoredObject
 
 T = TypeVar("T")
@@ -294,8 +295,6 @@ def delete_run(storage: str, name: str) -> tuple[int, list[str]]:
     Files with other names, and those that links lead to, are left. Takes up to half a minute if the last owner may be
     alive. Raises UsageError if there is no such run, or if it is training.
     """
-    from raytrain.storage.folder import links_out
-
     with claim_run(open_run(storage, name), name) as claim:  # its end deletes the claim of a run without options
         store = claim.owned_store
         paths = [stored.path for stored in store.list() if stored.path not in (CLAIM, CONFIG)]
