@@ -285,7 +285,10 @@ class PreparedModels(ExactNetworks):
         if name is None or measured is None:
             return {}
         current = {key: value for key, value in self.named[name].state_dict().items() if isinstance(value, Tensor)}
-        is_same = all(torch.equal(measured[key], value) for key, value in current.items())
+        # A loop may have removed a parametrisation since, after which weights have other names.
+        is_same = current.keys() <= measured.keys() and all(
+            torch.equal(measured[key], value) for key, value in current.items()
+        )
         return {} if is_same else {f"{name}{MEASURED}": measured}
 
     def not_finite(self) -> str | None:

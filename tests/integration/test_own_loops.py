@@ -13,10 +13,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, parametrizations, parametrize
 from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, OneCycleLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from raytrain.storage.open import open_store
+from raytrain.training.checkpoint import read_checkpoint
 from raytrain.training.evaluation import evaluate
 from raytrain.training.run import Run
 from tests.helpers.gloo_processes import run_in_processes
@@ -484,6 +486,24 @@ def test_an_evaluation_after_a_stop_within_an_epoch_does_not_end_the_run(option:
     assert [row.step for row in stopped.rows("evaluation")] == [3, 3]
     steps = train_loop(loop, tmp_path, options).rows("evaluation")
     assert [row.step for row in steps] == ([6] if "until" in option else [6, 12])
+
+
+def test_a_network_may_lose_its_parametrisation_after_it_was_measured(tmp_path: Path) -> None:
+    """Its last checkpoint has the weights under both names: as they are now, and as they were measured."""
+
+    def loop(run: Run) -> None:
+        layer = parametrizations.weight_norm(nn.Linear(WIDTH, run.num_classes))
+        model = run.prepare(nn.Sequential(nn.Flatten(), layer))
+        optimizer = run.prepare(torch.optim.SGD(model.parameters(), lr=0.01))
+        for epoch in run.epochs(lambda: evaluate(run, model)):
+            for batch in epoch:
+                learn(model, optimizer, batch)
+        parametrize.remove_parametrizations(layer, "weight")
+
+    outcome = train_loop(loop, tmp_path).outcome
+    assert outcome.checkpoint is not None
+    state = read_checkpoint(open_store(str(tmp_path)), outcome.checkpoint).state
+    assert "1.weight" in state["model"] and "1.weight" not in state["model as measured"]
 
 
 def test_autocast_is_on_again_after_a_step_whose_closure_fails(tmp_path: Path) -> None:
