@@ -15,6 +15,7 @@ import raytrain
 from raytrain import Run, TrainConfig, UsageError
 from raytrain.runs.checkpoint_files import best_checkpoint
 from raytrain.runs.documents import run_store
+from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.outcome import Progress, StopReason
 from raytrain.training.metrics.early_stop import EarlyStop
 from tests.helpers.folder_runs import folder_run, train_here, train_runs
@@ -157,6 +158,23 @@ def test_time_is_up_after_the_time_that_was_given(
     assert not stop.check_time() and stop.reason is None
     now_s += 1
     assert stop.check_time() and stop.reason == StopReason("time", max_time)
+
+
+@pytest.mark.parametrize(
+    ("losses", "detail"),
+    [
+        ([1.0, 3.9, 4.1], "the loss is 4.1, after 1 in the first step"),
+        ([-0.5, -0.9, 0.9, 1.1], "the loss is 1.1, after -0.5 in the first step"),
+        ([1.0, math.nan], "the loss is nan, after 1 in the first step"),
+    ],
+    ids=str,
+)
+def test_a_search_for_a_rate_ends_once_the_loss_has_risen_far(losses: list[float], detail: str) -> None:
+    stop = EarlyStop(TrainConfig(batch_size=1, schedule="rising"))
+    for step, loss in enumerate(losses, start=1):
+        assert stop.reason is None
+        stop.judge_training(MetricRow(kind="step", step=step, epoch=1, metrics={"loss": loss}))
+    assert stop.reason == StopReason("diverged", detail)
 
 
 def adds_up_three_batches(run: Run) -> None:

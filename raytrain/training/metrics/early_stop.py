@@ -13,8 +13,8 @@ from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.outcome import Progress, StopReason
 from raytrain.training.metrics.evaluation_metrics import is_lower_better
 
-_EXPLODED = 4
-"""A search for a learning rate ends when the loss is this many times that of the first step."""
+_RISE = 3
+"""A search for a learning rate ends when the loss has risen by more than this many times that of the first step."""
 
 
 class EarlyStop:
@@ -73,10 +73,11 @@ class EarlyStop:
         """
         if not self._config.is_range_test or row.loss is None:
             return
-        self._first_loss = self._first_loss or row.loss
-        # Written with "not", so that NaN, which compares as False, also counts as exploded.
-        if not row.loss <= _EXPLODED * self._first_loss:
-            detail = f"the loss is {row.loss:.3g}, over {_EXPLODED} times that of the first step"
+        first = self._first_loss = self._first_loss or row.loss
+        # The loss of a user's loop may be negative, hence abs. Written with "not", so that NaN, which compares as
+        # False, also counts as exploded.
+        if not row.loss - first <= _RISE * abs(first):
+            detail = f"the loss is {row.loss:.3g}, after {first:.3g} in the first step"
             self.reason = self.reason or StopReason("diverged", detail)
 
     def check_time(self) -> bool:
