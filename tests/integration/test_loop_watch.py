@@ -165,7 +165,7 @@ class Clamped(nn.Module):
         return logits
 
 
-def hooks_that_multiply(model: nn.Module, batch: Any) -> Tensor:
+def hooks_that_multiply(model: Any, batch: Any) -> Tensor:
     """Gradients that are kept, reversed and masked; the norm of one is printed."""
     kept: list[Tensor] = []
     features = model[:3](batch.images)
