@@ -187,6 +187,11 @@ def hook_by_parts(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(logits, batch.labels)
 
 
+def hardest_by_topk(model: nn.Module, batch: Any) -> Tensor:
+    """As many of the four may be in both halves of six images that the watch swaps, which then show nothing."""
+    return F.cross_entropy(model(batch.images), batch.labels, reduction="none").topk(4)[0].mean()
+
+
 def shaped_as_a_bias(run: Any) -> None:
     """A factor for each image, of which a worker of two has as many as there are numbers in a bias."""
     generator = torch.Generator().manual_seed(3)
@@ -622,6 +627,7 @@ NOTES: dict[str, tuple[Loop, str]] = {
         "random numbers from torch",
     ),
     "a hook of a gradient": (by_steps(entropy, Clamped), "register_post_accumulate_grad_hook"),
+    "the hardest images by topk": (by_steps(hardest_by_topk), "run.gather("),
     "a hook of a part of a gradient": (by_steps(hook_by_parts, mlp), "register_post_accumulate_grad_hook"),
     "a late hook of a weight": (late_hook, "register_post_accumulate_grad_hook"),
 }

@@ -350,7 +350,10 @@ class WatchedCalls(TorchFunctionMode):
         is_product = len(call.sources) > 1 and call.name not in ADDITIONS
         if has_gradients and (call.name not in LINEAR or is_product):
             marks.add("compares")
-        if call.name in BENDS and any(map(self._swapped.mixes, call.sources)):
+        # The largest of several images are chosen by a comparison, even if as many of them are in both groups.
+        chooses = call.name in ("topk", "kthvalue") and call.sources[0].ndim == 1
+        is_chosen = chooses and _has_rows(call.sources[0], call.num_images)
+        if is_chosen or (call.name in BENDS and any(map(self._swapped.mixes, call.sources))):
             marks.add("compares")
 
         # What is computed from the answer of a guard is none.
