@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from raytrain.errors import LoopFailed, OutOfMemory, RaytrainError, UsageError
-from raytrain.monitor.events import WorkerFailed
+from raytrain.errors import LoopFailed, OutOfMemory, RaytrainError, UsageError, some_of
+from raytrain.monitor.events import Note, WorkerFailed
 from raytrain.monitor.monitor import RunMonitor
 from raytrain.runs.logs import PrintedLine
 from raytrain.runs.metrics_history import History
@@ -21,6 +23,7 @@ from raytrain.training.script_logging import LoggedRecord
 
 _log = logging.getLogger(__name__)
 _MAX_PRINTED = 10_000  # lines that wait for a driver that hangs; older ones are dropped, but are in the logs
+LONG_WAIT_S = 15.0  # seconds after the first report of a wait at which people are told for whom a worker waits
 SENT_WITHIN_S = 5.0  # seconds for worker 0 to send the files of its loop to the bucket after another worker has failed
 _WAIT_IN_DIFFERENT_PLACES = (
     "The workers wait for each other in different places: worker {} {}, and worker {} {}; every worker must make the "
@@ -78,6 +81,7 @@ class Coordinator(RunMonitor):
         self._is_in_bucket = store.cloud is not None
         self._first_attempt_with_error: dict[str, int] = {}  # by the sentence of the error
         self._wait_location_of_rank: dict[int, str | None] = {}
+        self._first_report_at: dict[str, float] = {}  # of a wait, by its place; infinite once people were told
         self._ranks_seen_twice: set[int] = set()  # ranks that still waited after the last worker had begun to wait
         self._first_worker_failure: str | None = None  # of the present attempt
         self._printed: deque[PrintedLine | LoggedRecord] = deque(maxlen=_MAX_PRINTED)
@@ -127,7 +131,8 @@ class Coordinator(RunMonitor):
 
         If all workers wait, but in different places, none will ever go on, and the run ends by a UsageError. A worker
         repeats its report while it waits. That all of them wait at the same time is sure only once each has reported
-        its place again after the last one began to wait.
+        its place again after the last one began to wait. If others do not wait, such as one that is frozen, a note
+        names them, once for each place.
         """
         if place is None or self._wait_location_of_rank.get(rank) != place:
             self._wait_location_of_rank[rank] = place
@@ -144,6 +149,18 @@ class Coordinator(RunMonitor):
             (first_place, first_rank), (second_place, second_rank) = list(lowest_rank_in.items())[:2]
             sentence = _WAIT_IN_DIFFERENT_PLACES.format(first_rank, first_place, second_rank, second_place)
             self.give_up(UsageError(sentence))
+
+        # Tell for whom the others wait.
+        now = time.monotonic()
+        busy = [f"worker {other}" for other in range(num_workers) if self._wait_location_of_rank.get(other) is None]
+        if place is not None and busy and now - self._first_report_at.setdefault(place, now) >= LONG_WAIT_S:
+            self._first_report_at[place] = math.inf
+            self.note_event(
+                Note(
+                    f"worker {rank} has waited half a minute for {some_of(busy)}, {place}; one that is frozen is "
+                    "waited for until you end the run"
+                )
+            )
 
     def note_worker_failure(self, rank: int, reason: str, trace: str) -> None:
         """Note why a worker cannot continue; the backend then ends the other workers, too."""

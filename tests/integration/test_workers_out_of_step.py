@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raytrain.errors import RaytrainError
+from raytrain.launch import coordinator as coordinator_module
 from raytrain.launch.coordinator import Coordinator
 from raytrain.launch.local.calls import CallAddress, Caller, CallServer
 from raytrain.storage.open import open_store
@@ -207,3 +208,14 @@ def test_workers_that_wait_for_a_slow_one_or_stand_still_go_on(coordinator: Coor
     for rank in (0, 1, 0, 1):
         coordinator.note_wait(rank, 2, f"line {rank}")
     assert "worker 0 line 0, and worker 1 line 1" in str(coordinator.ending().error)
+
+
+def test_a_worker_for_which_the_others_wait_long_is_named_once(
+    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for long_wait_s in (60.0, 0.0, 0.0):
+        monkeypatch.setattr(coordinator_module, "LONG_WAIT_S", long_wait_s)
+        for rank in (0, 2):
+            coordinator.note_wait(rank, 3, "at line 7")
+    [event] = [timed.event for timed in coordinator.snapshot().events]
+    assert "worker 0 has waited half a minute for worker 1, at line 7; " in str(event)
