@@ -18,6 +18,7 @@ from PIL import Image
 
 from raytrain.config import TrainConfig
 from raytrain.data.dataset import open_dataset
+from raytrain.data.images import decode_process
 from raytrain.data.images.decode import decode
 from raytrain.data.images.decode_process import DecodeProcess
 from raytrain.data.images.fetch_and_decode import ImageReader
@@ -52,6 +53,12 @@ def test_an_image_that_kills_its_process_is_unreadable_and_the_others_are_decode
             with pytest.raises(BadImage, match=rf"^decoding it ends the process \({ended}\)$"):
                 process.decode(deadly(kind))
             assert (process.decode(GOOD) == decode(GOOD, SHAPE)).all()
+
+
+def test_an_image_that_takes_too_long_is_unreadable_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_process, "_MAX_S", 0.001)
+    with DecodeProcess(SHAPE) as process, pytest.raises(BadImage, match=r"^decoding it takes over 0\.001 s$"):
+        process.decode(encoded(Image.new("RGB", (3000, 3000)), "PNG"))
 
 
 def test_a_process_that_was_killed_once_decodes_the_image_at_the_second_try() -> None:

@@ -52,7 +52,7 @@ class DecodeProcess(AbstractContextManager["DecodeProcess"]):
         process cannot start.
         """
         # Try twice, because the first time something else than the image may have killed the process.
-        how_it_ended = ""
+        reason = ""
         for _ in range(2):
             process = self._process or self._start()
             try:
@@ -63,9 +63,11 @@ class DecodeProcess(AbstractContextManager["DecodeProcess"]):
                 answer = self._pipe.recv_bytes()
             except (EOFError, OSError) as error:
                 # The process has died, or takes too long: end it, and start another one next time.
-                if isinstance(error, TimeoutError):
+                is_slow = isinstance(error, TimeoutError)
+                if is_slow:
                     process.kill()
                 how_it_ended = self._clean_up(process)
+                reason = f"takes over {_MAX_S:g} s" if is_slow else f"ends the process ({how_it_ended})"
             except BaseException:  # such as Ctrl-C: the answer to this image would be taken for that to the next one
                 self.close()
                 raise
@@ -73,7 +75,7 @@ class DecodeProcess(AbstractContextManager["DecodeProcess"]):
                 if answer.startswith(_REASON):
                     raise BadImage(answer[1:].decode())
                 return np.frombuffer(answer, np.uint8, offset=1).reshape(self._shape)
-        raise BadImage(f"decoding it ends the process ({how_it_ended})")
+        raise BadImage(f"decoding it {reason}")
 
     def _start(self) -> subprocess.Popen[bytes]:
         """Start the process, and wait until it is ready. Raise RuntimeError if it cannot start."""
