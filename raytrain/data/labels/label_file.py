@@ -109,8 +109,8 @@ class LabelTable:
         keys = [comparable_key(str(key)) for key in images.keys.to_pylist()]
         for paths, forms in _forms_of_keys(self.keys, images.url):
             row_of = {path: row for row, path in enumerate(paths) if path}
-            if len(row_of) < sum(path != "" for path in paths):  # several keys would be the same
-                continue
+            if len(row_of) < len({key for key, path in zip(self.keys, paths, strict=True) if path}):
+                continue  # keys that differ would be the same
             for form in forms:
                 rows = np.array([row_of.get(form(key), -1) for key in keys], np.int64)
                 if (rows >= 0).any():
