@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from raytrain.errors import RaytrainError
 from raytrain.launch import coordinator as coordinator_module
 from raytrain.launch.coordinator import Coordinator
-from raytrain.launch.local.calls import CallAddress, Caller, CallServer
+from raytrain.launch.local.coordinator_socket import CallAddress, Caller, CallServer
 from raytrain.storage.open import open_store
 from raytrain.training import waiting
 from raytrain.training.batches.batch import Batch

@@ -34,7 +34,7 @@ from raytrain.config.user_code import describe, trace_of
 from raytrain.errors import RaytrainError
 from raytrain.launch.coordinator import Coordinator
 from raytrain.launch.debugger import open_at_breakpoints
-from raytrain.launch.local.calls import CallAddress, Caller
+from raytrain.launch.local.coordinator_socket import CallAddress, Caller
 from raytrain.launch.local.local_launch import WorkerInputs, detached_processes, note_on_detached
 from raytrain.launch.script_end import ends_as_a_script
 from raytrain.loader.machine import cores

@@ -20,7 +20,7 @@ from raytrain.data.dataset import Dataset
 from raytrain.errors import CoordinatorLost, RaytrainError, current_folder, some_of
 from raytrain.launch.coordinator import Coordinator
 from raytrain.launch.debugger import terminal_of_command
-from raytrain.launch.local.calls import CallAddress, CallServer, calls_of_workers
+from raytrain.launch.local.coordinator_socket import CallAddress, CallServer, calls_of_workers
 from raytrain.launch.placement import machine_hardware, place
 from raytrain.launch.prepare import PreparedRun
 from raytrain.loader.image_cache import ImageCache, image_cache, keeps_shared

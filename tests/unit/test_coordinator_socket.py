@@ -13,7 +13,7 @@ import pytest
 
 from raytrain.errors import UsageError
 from raytrain.launch.coordinator import Coordinator
-from raytrain.launch.local.calls import Caller, CallServer, calls_of_workers
+from raytrain.launch.local.coordinator_socket import Caller, CallServer, calls_of_workers
 from raytrain.storage.open import open_store
 
 
