@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import ipaddress
 import json
 import logging
 import re
@@ -42,6 +41,7 @@ from raytrain.launch.ray.private_api import asks_for_token, bind_replica, can_bi
 from raytrain.launch.ray.ray_errors import root_cause
 from raytrain.launch.served_model import ServedModel
 from raytrain.monitor.stop_request import StopSignals
+from raytrain.storage.clouds.cloud import is_loopback_host
 
 _MAX_BYTES = 64 << 20  # of one image file
 MAX_HELD_BYTES = 512 << 20  # of all image files that a replica holds at a time
@@ -181,13 +181,6 @@ def posted_file(content_type: str, body: bytes | bytearray) -> bytes:
     if len(files) > 1:
         raise RefusedRequest(400, f"the form has {len(files)} files; send each in a request of its own")
     return bytes(body[files[0]])
-
-
-def is_loopback_host(host: str) -> bool:
-    """Return whether ``host`` is ``localhost`` or a loopback address, such as ``[::1]``."""
-    with suppress(ValueError):
-        return ipaddress.ip_address(host.removeprefix("[").removesuffix("]")).is_loopback
-    return host == "localhost"
 
 
 def listens_on_loopback(host: str) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
@@ -39,8 +41,14 @@ class CloudSentences:
 
 def is_loopback(url: str | None) -> bool:
     """Return True if the server of a URL is on this machine, so that no proxy can reach it."""
-    host = urlsplit(url or "").hostname or ""
-    return host in ("localhost", "::1") or host.startswith("127.")
+    return is_loopback_host(urlsplit(url or "").hostname or "")
+
+
+def is_loopback_host(host: str) -> bool:
+    """Return whether ``host`` is ``localhost`` or a loopback address, such as ``[::1]``."""
+    with suppress(ValueError):
+        return ipaddress.ip_address(host.removeprefix("[").removesuffix("]")).is_loopback
+    return host == "localhost"
 
 
 class Cloud(ABC):
