@@ -136,6 +136,19 @@ def test_a_run_keeps_the_ray_of_its_process_from_others_that_want_another_one(st
     assert len(started) == 2
 
 
+@pytest.mark.not_quick
+@pytest.mark.usefixtures("two_gpus")
+def test_a_use_that_ends_while_another_one_joins_the_ray_of_the_process_keeps_it_for_others(
+    started: list[Mapping[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = Connection(None)
+    Connection(None).close()  # such as that of a run whose name is taken
+    monkeypatch.setenv("RAY_SOMETHING", "of the join")
+    Connection(None).close()
+    first.close()
+    assert len(started) == 1
+
+
 @pytest.mark.usefixtures("two_gpus")
 def test_gpus_that_do_not_exist_are_refused(started: list[Mapping[str, str]], monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match=r"--device is cuda:0,2, but .* reports 2, counted from 0"):

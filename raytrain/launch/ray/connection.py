@@ -131,10 +131,12 @@ class OwnRay:
     def release(self) -> None:
         """End one use, and after the last one also this Ray, if :meth:`end_after_use` or a failed join asked for that.
 
-        The variables of this process are noted: if they are others at the next use, :meth:`fits` refuses this Ray.
+        After the last one, the variables of this process are noted: if they are others at the next use, :meth:`fits`
+        refuses this Ray. Another use may still be joining it, which sets some.
         """
         self.num_users -= 1
-        self._environment = dict(os.environ)
+        if not self.num_users:
+            self._environment = dict(os.environ)
         if self._ends_after_use and not self.num_users:
             end_own_ray()
 
