@@ -285,7 +285,8 @@ def _is_training(store: Store, name: str, claim: Claim | None) -> UsageError:
     with suppress(FileNotFoundError):  # there may be no current folder
         storage = "./runs" if storage == os.path.abspath("runs") else storage
     stop = shell_command("stop", name, storage=storage)
-    return UsageError(f"Run {name!r} is training at this moment{where}; `{stop}` stops it.")
+    when = "" if store.exists(CONFIG) else " once it has started"  # until then, `stop` finds no such run
+    return UsageError(f"Run {name!r} is training at this moment{where}; `{stop}` stops it{when}.")
 
 
 def read_claim(store: Store) -> Claim | None:

@@ -185,7 +185,11 @@ def test_an_owner_that_lives_is_noticed_without_a_clock(store: Store) -> None:
         with pytest.raises(UsageError, match=rf"'run' is training at this moment \(process {os.getpid()} on "):
             claim_run(store, "run")
         assert time.monotonic() - begun < LEASE_S
-        owner.owned_store.put(STATUS, b"{}")
+        for documents, when in ((), " once it has started"), ((CONFIG, STATUS), ""):  # `stop` needs the configuration
+            for document in documents:
+                owner.owned_store.put(document, b"{}")
+            with pytest.raises(UsageError, match=rf"raytrain stop run --storage .*` stops it{when}\.$"):
+                claim_run(store, "run")
 
 
 def test_a_released_run_is_free_at_once(store: Store, caplog: pytest.LogCaptureFixture) -> None:
