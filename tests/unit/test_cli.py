@@ -25,6 +25,7 @@ import pytest
 from rich.console import Console
 
 import raytrain
+from raytrain.__main__ import run
 from raytrain.cli.commands import COMMANDS, GROUPS
 from raytrain.cli.main import main
 from raytrain.cli.parser import parse
@@ -70,7 +71,7 @@ def trained(stand_in: Callable[..., None]) -> list[TrainConfig]:
     return configs
 
 
-def failing(error: Exception) -> Callable[..., Any]:
+def failing(error: BaseException) -> Callable[..., Any]:
     def train(config: TrainConfig, **options: Any) -> Any:
         raise error
 
@@ -396,6 +397,15 @@ def test_an_abort_shows_no_traceback(stand_in: Callable[..., None], capsys: pyte
     assert capsys.readouterr() == ("", "raytrain: aborted.\n")
     assert main(["train", "cifar10", "--json"]) == 130
     assert json.loads(capsys.readouterr().out) == {"status": "aborted", "error": "aborted."}
+
+
+def test_an_abort_while_the_command_is_imported_shows_no_traceback(
+    stand_in: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    stand_in("raytrain.cli.main", __getattr__=failing(KeyboardInterrupt()))
+    with pytest.raises(SystemExit, match="130"):
+        run()
+    assert capsys.readouterr() == ("", "raytrain: aborted.\n")
 
 
 # Results.
