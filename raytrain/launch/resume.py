@@ -91,7 +91,9 @@ def already_trained(config: TrainConfig) -> tuple[TrainResult, str] | None:
     ended_by = stop_reason.option if stop_reason and is_stopped else None
     would_stop_again = ended_by is not None and getattr(config, ended_by) == getattr(before, ended_by)
     has_same_length = (config.batch_size, config.max_steps) == (before.batch_size, before.max_steps)
-    has_ended = has_same_length and (has_finished or has_enough or would_stop_again)
+    is_over, max_steps = is_stopped or status.status == "finished", config.max_steps
+    has_all_steps = is_over and max_steps is not None and max_steps <= status.step
+    has_ended = has_all_steps or (has_same_length and (has_finished or has_enough or would_stop_again))
     result = result_of(summary) if has_ended and newest_checkpoint(store) is not None else None
     if result is None:
         check_budget(config, status, f"Run {config.name!r}")

@@ -34,9 +34,12 @@ def test_a_finished_run_and_one_with_more_epochs_stay_as_they_are(
 
 def test_a_run_that_has_its_steps_says_so(images: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     options = {"backend": "local", "workers": 1, "image_size": (32, 32), "loop": LOOPS + "own", "flip": "none"}
-    for resume in (False, True):
-        raytrain.train(config(images, tmp_path, max_steps=2, resume=resume, **options))
-    assert "has 2 steps already, and --max-steps is 2: there is nothing to do" in caplog.text
+    raytrain.train(config(images, tmp_path, max_steps=2, **options))
+    before = documents(tmp_path)
+    for max_steps in (2, 1):
+        raytrain.train(config(images, tmp_path, max_steps=max_steps, resume=True, **options))
+        assert f"has 2 steps already, and --max-steps is {max_steps}: there is nothing to do" in caplog.text
+    assert documents(tmp_path) == before
 
 
 @pytest.mark.parametrize(
