@@ -186,7 +186,10 @@ class TerminalView(LiveView):
             self._draw(dashboard(snapshot, self._rows.rows, plot_height(self._console), self._hint), keep=True)
             return
 
-        # Plain lines: each event at once, and the progress every few seconds and at the end.
+        # Plain lines: each event at once, and the progress every few seconds and at the end. A run that was started
+        # again in this process, because it had lost its coordinator or agent, counts its events from 0 again.
+        if not snapshot.events or snapshot.events[-1].number < self._num_events - 1:
+            self._num_events = 0
         for number, at_s, event in snapshot.events:
             if number >= self._num_events:
                 self._print(f"{format_duration(at_s)}  {event_text(event)}")

@@ -149,7 +149,7 @@ def kill_the_agent(snapshot: Snapshot) -> None:
 
 @pytest.mark.usefixtures("new_agents")
 def test_a_killed_agent_costs_a_restart_and_nothing_else(
-    whole: raytrain.TrainResult, data: Path, tmp_path: Path
+    whole: raytrain.TrainResult, data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = processes()
     result = raytrain.train(
@@ -158,6 +158,7 @@ def test_a_killed_agent_costs_a_restart_and_nothing_else(
     assert (result.status, result.samples_seen) == ("finished", 4 * 180)
     torch.testing.assert_close(weights(result), weights(whole), rtol=0, atol=1e-10)
     assert "the process that starts the workers was killed by SIGKILL" in Path(tmp_path, "run/events.jsonl").read_text()
+    assert "has lost the process that coordinates it or starts its workers; it restarts" in caplog.text
     assert [each for each in processes() if each not in before] == []
 
 

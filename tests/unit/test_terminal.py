@@ -203,6 +203,16 @@ def test_without_a_terminal_each_event_is_one_line() -> None:
     ]
 
 
+def test_each_event_of_a_run_that_was_started_again_in_this_process_is_one_line() -> None:
+    terminal, out, _ = view()
+    events = tuple(TimedEvent(number, 62.0 + number, Note(f"event {number}")) for number in range(3))
+    terminal.update(snapshot([], events=events))
+    again = tuple(TimedEvent(number, 80.0 + number, Note(f"event {number}")) for number in range(2))
+    terminal.update(snapshot([], events=again[:1]))
+    terminal.update(snapshot([], events=again))
+    assert out.getvalue().splitlines()[3:] == ["00:01:20  event 0", "00:01:21  event 1"]
+
+
 def test_the_last_step_is_printed_when_the_run_ends() -> None:
     terminal, out, _ = view()
     terminal.update(snapshot([step_row(120)]))
