@@ -80,6 +80,10 @@ class StorageError(RaytrainError):
     exit_code = 2
 
 
+class NoWholeCheckpoint(UsageError):
+    """All checkpoints of a run that resumes are damaged, so another resume would fail in the same way."""
+
+
 class ObjectArchived(StorageError):
     """An object is in an archive of the cloud, such as S3 Glacier, and must be restored before it is read."""
 

@@ -49,7 +49,7 @@ def event_text(event: Event) -> str:
 _SENTENCES: dict[type[Event], str] = {
     events.CheckpointWritten: "checkpoint {path} written",
     events.CheckpointSkipped: "checkpoint after step {step:,} not written: {reason}",
-    events.CheckpointDamaged: "{path} is not a whole checkpoint ({reason}); resuming from the one before",
+    events.CheckpointDamaged: "{path} is not a whole checkpoint ({reason}); the one before it is tried",
     events.LossNotFinite: "the loss is {loss} at step {step:,}; the run stops if it stays so",
     events.ImageSkipped: "skipped {key}: {reason} (skipped.jsonl lists all of them)",
     events.RequestsRetried: "some requests for images fail at the first try; they are retried",

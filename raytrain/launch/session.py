@@ -29,7 +29,7 @@ from enum import Enum, auto
 from typing import Protocol
 
 from raytrain.config import ResolvedConfig
-from raytrain.errors import CoordinatorLost, RaytrainError, StorageError, format_count
+from raytrain.errors import CoordinatorLost, NoWholeCheckpoint, RaytrainError, StorageError, format_count
 from raytrain.launch.coordinator import Coordinator, Ending
 from raytrain.launch.gather_provenance import Gathering
 from raytrain.launch.notification import Notification, message_of, notify_target
@@ -288,6 +288,8 @@ class RunSession:
             if stopped_before_training and ending.reason is None:
                 return Outcome(status="stopped", progress=progress)
             outcome = Outcome(status="failed", progress=progress, accumulate=ending.accumulate)
+        if isinstance(ending.error, NoWholeCheckpoint):  # which says what to do instead of a resume
+            return dataclasses.replace(outcome, status="failed", error=f"Run {prepared.name!r} failed: {ending.error}")
 
         # It is a failure. The sentence says how to resume the run, unless storage answers that there is no checkpoint.
         has_checkpoint = True

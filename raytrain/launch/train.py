@@ -117,7 +117,9 @@ def _train_with_restarts(config: TrainConfig, request: TrainRequest) -> TrainRes
             if restarts_left <= 0:
                 mark_failed(config.storage, lost.name)
                 raise
-            _log.warning("Run %r has lost the process that coordinates it or starts its workers; it restarts.", lost.name)
+            _log.warning(
+                "Run %r has lost the process that coordinates it or starts its workers; it restarts.", lost.name
+            )
             restarts_left -= 1
             config = dataclasses.replace(config, resume=True)
             request = dataclasses.replace(request, restarting=True)

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from raytrain.errors import RaytrainError, UsageError
+from raytrain.errors import NoWholeCheckpoint, RaytrainError, UsageError
 from raytrain.monitor.events import CheckpointDamaged, CheckpointSkipped, CheckpointWritten, Event
 from raytrain.runs.checkpoint_files import (
     Identity,
@@ -203,7 +203,7 @@ class Checkpoints:
         Its note is written if it is not there, because its writer was killed before: without its score, a checkpoint is
         not the best, and would be deleted for later ones.
 
-        Raises UsageError if there are checkpoints, but none can be read: the run must not silently begin anew.
+        Raises NoWholeCheckpoint if there are checkpoints, but none can be read: the run must not silently begin anew.
         """
         paths = [checkpoint.path for checkpoint in list_checkpoints(self.store)]
         damage = ""  # of the newest one, for the sentence of the error
@@ -220,7 +220,7 @@ class Checkpoints:
             return StoredFile(path, data)
         if not paths:
             return None
-        raise UsageError(
+        raise NoWholeCheckpoint(
             f"None of the checkpoints in {self.store.url}/{CHECKPOINTS} can be read ({damage}); put a whole one there, "
             "or start a new run under another --name."
         )

@@ -22,7 +22,7 @@ EXAMPLES = [
         events.CheckpointSkipped(1000, "the weight fc.bias is not finite"),
         "checkpoint after step 1,000 not written: the weight fc.bias is not finite",
     ),
-    (events.CheckpointDamaged("a.pt", "{x}"), "a.pt is not a whole checkpoint ({x}); resuming from the one before"),
+    (events.CheckpointDamaged("a.pt", "{x}"), "a.pt is not a whole checkpoint ({x}); the one before it is tried"),
     (events.LossNotFinite("nan", 7), "the loss is nan at step 7; the run stops if it stays so"),
     (events.ImageSkipped("a.jpg", "empty"), "skipped a.jpg: empty (skipped.jsonl lists all of them)"),
     (events.RequestsRetried(), "some requests for images fail at the first try; they are retried"),

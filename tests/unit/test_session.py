@@ -16,7 +16,7 @@ import pytest
 
 from raytrain.config import ResolvedConfig
 from raytrain.data.labels.manifest import Manifest
-from raytrain.errors import CoordinatorLost, LoopFailed, TrainingFailed, UsageError
+from raytrain.errors import CoordinatorLost, LoopFailed, NoWholeCheckpoint, TrainingFailed, UsageError
 from raytrain.launch import session as session_module
 from raytrain.launch import suspicious_pictures
 from raytrain.launch.coordinator import Coordinator
@@ -329,6 +329,16 @@ def test_a_run_that_failed_says_how_to_go_on_and_names_no_command_that_would_tra
     sentence = str(raised.value).replace("uv run ", "")  # as raytrain was started
     assert f"its loop failed. {advice.format(how.format(tmp_path))}" in sentence
     assert ("resum" in str(raised.value)) == bool(steps)
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_is_not_to_be_resumed(images: Path, tmp_path: Path) -> None:
+    def train(coordinator: Coordinator) -> None:
+        coordinator.note_checked()
+        coordinator.give_up(NoWholeCheckpoint("All are damaged; start a new run."))
+
+    with session(images, tmp_path, train) as (opened, _), pytest.raises(TrainingFailed) as raised:
+        opened.watch()
+    assert str(raised.value) == "Run 'run' failed: All are damaged; start a new run."
 
 
 def test_workers_that_end_without_a_word_fail_the_run_with_what_is_known(images: Path, tmp_path: Path) -> None:
