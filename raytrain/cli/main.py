@@ -167,8 +167,8 @@ def _print_outcome(outcome: CommandResult, as_json: bool) -> None:
     if text == "":  # the command has shown everything already
         return
     console = PlainConsole()
-    # Commands to copy are not cut: a terminal wraps them.
-    console.print(text, highlight=False, crop=False, soft_wrap=isinstance(text, str) and not console.is_terminal)
+    # Commands and paths to copy are not cut: a terminal wraps them, and in a file or a pipe they stay in one line.
+    console.print(text, highlight=False, crop=False, soft_wrap=not console.is_terminal)
 
 
 def _print_error(error: Exception, as_json: bool) -> int:

@@ -28,6 +28,7 @@ _STATUS_STYLES = {
 UNKNOWN = "–"
 """A dash in place of a value that is not known."""
 _NUM_CLASSES = 20  # most classes in a table
+_LONGEST_ROW = 10_000  # characters of a row of a table that is not wrapped
 _RUN_STYLES = ("cyan", "yellow", "magenta", "green", "blue", "red")
 
 
@@ -55,7 +56,13 @@ class PlainConsole(Console):
         raise
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Render as :meth:`rich.console.Console.render` does, with control characters made visible."""
+        """Render as :meth:`rich.console.Console.render` does, with control characters made visible.
+
+        What is printed with ``soft_wrap`` has tables as wide as their content: rich would break a path to make it fit.
+        """
+        options = options or self.options
+        if options.no_wrap and isinstance(renderable, Table) and not renderable.expand:
+            options = options.update(width=_LONGEST_ROW)
         for segment in super().render(renderable, options):
             # Segments with controls are rich's own, such as cursor movements; all others are text.
             yield segment if segment.control else Segment(printable(segment.text), segment.style)

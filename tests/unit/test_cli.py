@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rich.console import Console
+from rich.console import Console, Group
 
 import raytrain
 from raytrain.__main__ import run
@@ -30,6 +30,7 @@ from raytrain.cli.commands import COMMANDS, GROUPS
 from raytrain.cli.main import main
 from raytrain.cli.parser import parse
 from raytrain.config import SECTIONS, TrainConfig
+from raytrain.display.console import headed_table, key_value_table
 from raytrain.display.evaluation import evaluation_page
 from raytrain.errors import StorageError, TrainingFailed
 from raytrain.inference.classification_metrics import ClassScore, score
@@ -370,6 +371,16 @@ def test_the_document_of_a_failed_run_whose_loss_is_not_finite_is_json(
     stand_in: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     stand_in(train=failing(TrainingFailed("The run failed.", {"validation_loss": float("nan")})))
+def test_a_long_path_in_a_pipe_stays_in_one_line(
+    stand_in: Callable[..., None], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = f"/{'a long folder/' * 20}label.pt"
+    tables = Group(key_value_table({"picture": path}), headed_table(["image"], ["margin"], [[path, "0.1"]]))
+    stand_in("raytrain.display.run_tables", runs_table=lambda *_, **options: tables, run_info_json=dict)
+    assert main(["runs", "--storage", str(tmp_path)]) == 0
+    assert sum(path in line for line in capsys.readouterr().out.splitlines()) == 2
+
+
     assert main(["train", "cifar10", "--json"]) == 1
     assert last_line(capsys)["validation_loss"] is None
 
