@@ -179,8 +179,9 @@ def _print_error(error: Exception, as_json: bool) -> int:
     """
     # Three errors of Python get a sentence that says what to do.
     if isinstance(error, MemoryError):
+        reason = str(error).partition(" for an array")[0] or "it is full"  # without numpy's shape and type
         error = UsageError(
-            f"This machine has too little memory ({str(error) or 'it is full'}); give smaller images, a smaller "
+            f"This machine has too little memory ({reason}); give smaller images, a smaller "
             "--batch-size or fewer --workers."
         )
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:

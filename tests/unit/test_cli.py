@@ -357,7 +357,11 @@ def test_an_unexpected_error_is_one_sentence_and_its_traceback_is_kept(
 
 @pytest.mark.parametrize(
     ("error", "reason"),
-    [(MemoryError("Unable to allocate 279. GiB"), "Unable to allocate 279. GiB"), (MemoryError(), "it is full")],
+    [
+        (MemoryError("Unable to allocate 279. GiB"), "Unable to allocate 279. GiB"),
+        (MemoryError("Unable to allocate 9. GiB for an array with shape (9,)"), "Unable to allocate 9. GiB"),
+        (MemoryError(), "it is full"),
+    ],
 )
 def test_too_little_memory_is_one_sentence(
     error: MemoryError, reason: str, stand_in: Callable[..., None], capsys: pytest.CaptureFixture[str]
