@@ -44,6 +44,7 @@ _MAX_RATIO = 10
 # The first four bytes of the records of a zip archive, and the lengths of the records at its end.
 ZIP, _END, _END64, _LOCATOR = b"PK\3\4", b"PK\5\6", b"PK\6\6", b"PK\6\7"
 _END_BYTES, _END64_BYTES, _LOCATOR_BYTES = 22, 56, 20
+_PICKLE = b"\x80"  # the first byte of what torch wrote before version 1.6
 _SIZES64 = 1  # kind of an extra field that holds sizes of 64 bits
 _DAMAGE = (zipfile.BadZipFile, zlib.error, UnicodeDecodeError, RuntimeError, EOFError, OSError, struct.error)
 """What zipfile raises for damaged archives; encrypted ones, and unknown methods of compression, are RuntimeErrors."""
@@ -52,13 +53,18 @@ _DAMAGE = (zipfile.BadZipFile, zlib.error, UnicodeDecodeError, RuntimeError, EOF
 def check_weights_source(location: str) -> None:
     """Raise UsageError if there are no weights at ``location``, as far as it can be checked without a connection.
 
-    A file must exist, and an address of Hugging Face must have the right form, and its client be installed. Buckets are
-    not asked.
+    A file must exist and begin as those of torch do, and an address of Hugging Face must have the right form, and its
+    client be installed. Buckets are not asked.
     """
     if location.startswith(_HUB):
         _parse_hub(location)
-    elif location != DEFAULT and "://" not in location and not expanded_path(location).is_file():
-        raise _no_file(location)
+    elif location != DEFAULT and "://" not in location:
+        path = expanded_path(location)
+        if not path.is_file():
+            raise _no_file(location)
+        with path.open("rb") as file:
+            if not location.endswith(SUFFIX) and not file.read(len(ZIP)).startswith((ZIP, _PICKLE)):
+                raise no_state_dict(location)
 
 
 def check_downloads(model: str, location: str) -> None:
@@ -208,6 +214,14 @@ def _parse_hub(location: str) -> re.Match[str]:
     if importlib.util.find_spec("huggingface_hub") is None:
         raise missing_package(f"--weights {location}", "huggingface_hub")
     return address
+
+
+def no_state_dict(location: str) -> UsageError:
+    """Return the error that says that the file at ``location`` has no weights that could be read."""
+    return UsageError(
+        f"--weights {location} holds no state_dict (it is damaged, or was saved with code in it, which is never "
+        "run); save one with torch.save(model.state_dict(), FILE), or as safetensors."
+    )
 
 
 def _no_file(location: str) -> UsageError:

@@ -62,6 +62,7 @@ def test_what_does_not_exist_is_refused_without_torch_and_without_a_cluster(tmp_
         {"transforms": "random-crop"},
         {"weights": "no-such-file.pt"},
         {"weights": str(tmp_path / "old")},
+        {"weights": str(tmp_path / "notes.txt")},
         {"until": "accuracy=95"},
         {"compile": "reduce-overhead", "device": "cpu"},
         {"gradient_dtype": "bfloat16", "precision": "float64"},
@@ -84,6 +85,7 @@ def test_what_does_not_exist_is_refused_without_torch_and_without_a_cluster(tmp_
     begins += [
         "--weights no-such-file.pt: there is no such file",
         f"--weights {tmp_path / 'old'}: that is a folder; give DEFAULT, a file",
+        f"--weights {tmp_path / 'notes.txt'} holds no state_dict",
         "--until is accuracy=95, which no evaluation",
         "--compile is reduce-overhead, which records CUDA",
     ]

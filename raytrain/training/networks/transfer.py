@@ -27,6 +27,7 @@ from raytrain.training.weights_source import (
     SUFFIX,
     check_archive,
     from_safetensors,
+    no_state_dict,
     read_weights_file,
 )
 
@@ -111,10 +112,7 @@ def _read_weights(location: str) -> tuple[dict[str, Tensor], tuple[str, ...] | N
         weights = checkpoint.weights if checkpoint else _find_state_dict(content, location)
         classes = checkpoint.identity.classes if checkpoint else _find_classes(content)
     if not weights or not isinstance(weights, dict) or not all(isinstance(value, Tensor) for value in weights.values()):
-        raise UsageError(
-            f"--weights {location} holds no state_dict (it is damaged, or was saved with code in it, which is never "
-            "run); save one with torch.save(model.state_dict(), FILE), or as safetensors."
-        )
+        raise no_state_dict(location)
     return weights, classes
 
 
