@@ -371,10 +371,6 @@ def test_too_little_memory_is_one_sentence(
     assert capsys.readouterr().err.startswith(f"raytrain: This machine has too little memory ({reason}); give smaller")
 
 
-def test_the_document_of_a_failed_run_whose_loss_is_not_finite_is_json(
-    stand_in: Callable[..., None], capsys: pytest.CaptureFixture[str]
-) -> None:
-    stand_in(train=failing(TrainingFailed("The run failed.", {"validation_loss": float("nan")})))
 def test_a_long_path_in_a_pipe_stays_in_one_line(
     stand_in: Callable[..., None], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -385,6 +381,10 @@ def test_a_long_path_in_a_pipe_stays_in_one_line(
     assert sum(path in line for line in capsys.readouterr().out.splitlines()) == 2
 
 
+def test_the_document_of_a_failed_run_whose_loss_is_not_finite_is_json(
+    stand_in: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    stand_in(train=failing(TrainingFailed("The run failed.", {"validation_loss": float("nan")})))
     assert main(["train", "cifar10", "--json"]) == 1
     assert last_line(capsys)["validation_loss"] is None
 
