@@ -194,10 +194,12 @@ def choose_network(config: TrainConfig, images: Images) -> dict[str, Any]:
     Options that the user gave may be among them; :func:`with_chosen` leaves those out.
     """
     model_is_open, weights_are_open = "model" in config.open_options, "weights" in config.open_options
-    # Weights that the user gives are of a network that the user knows; without --model, it keeps the recipe's default.
-    if model_is_open and not weights_are_open:
-        return {"image_size": config.image_size or _size_for(images)}
-    if model_is_open and _is_small(config, images):
+    # Small images need a network of their own. Weights that the user gives are of a network that the user knows; without
+    # --model, it keeps the recipe's default, as it does if photographs are to be learned without weights.
+    is_small = config.weights is None and _is_small(config, images)
+    if model_is_open and not weights_are_open and not is_small:
+        return {"model": config.model, "image_size": config.image_size or _size_for(images)}
+    if model_is_open and is_small:
         recipe = cifar10_fast()
         return {"model": recipe.model, "weights": None, "image_size": recipe.image_size}
     chosen: dict[str, Any] = {"image_size": config.image_size or _size_for(images)}
@@ -348,8 +350,8 @@ def look_at_network(config: TrainConfig, images: Images) -> Network:
 def lines_of_choice(config: TrainConfig, images: Images, chosen: Mapping[str, Any]) -> list[str]:
     """Return at most five lines that say which of the open options were ``chosen``, as flags, and why.
 
-    ``config`` has the chosen network already. Values that are the recipe's defaults anyway are left out; if all are,
-    there are no lines.
+    ``config`` has the chosen network already. Values that are the recipe's defaults anyway are left out, but that of
+    --model; if all are, there are no lines.
     """
     defaults = _recipe_auto()
     sizes = f"{images.number:,} training images of {images.classes:,} classes, about {images.side} pixels"
@@ -358,7 +360,9 @@ def lines_of_choice(config: TrainConfig, images: Images, chosen: Mapping[str, An
         shown = [
             name
             for name in names
-            if name in chosen and name in config.open_options and chosen[name] != getattr(defaults, name)
+            if name in chosen
+            and name in config.open_options
+            and (name == "model" or chosen[name] != getattr(defaults, name))
         ]
         if shown:
             flags = " ".join(flag_with_value(name, chosen[name]) for name in shown)

@@ -58,6 +58,7 @@ def chosen(
         ({"side": 32, "number": 50_000}, {}, {"model": "raytrain.models:cifar10_fast", "weights": None}),
         ({"side": 32, "number": 50_000}, {}, {"batch_size": 1024, "learning_rate": 1.5, "epochs": 16}),
         ({"side": 32, "number": 5_000}, {}, {"batch_size": 128, "learning_rate": 0.19, "epochs": 40}),
+        ({"side": 32}, {"weights": None}, {"model": "raytrain.models:cifar10_fast", "image_size": (32, 32)}),
         ({"side": 32}, {"model": "resnet18"}, {"model": "resnet18", "weights": None, "optimizer": "sgd"}),
         ({"side": 28, "is_grey": True}, {}, {"flip": "none", "test_views": ()}),
         # What the labels allow: rare classes weigh more, and several classes have no smoothing.
@@ -148,6 +149,11 @@ _KNOWN = "they are photographs, and the weights know ImageNet's"
 def test_a_reason_is_not_of_what_was_given(images: dict[str, Any], given: dict[str, Any], reasons: list[str]) -> None:
     _, lines = chosen(PHOTOGRAPHS._replace(**images), **given)
     assert [line.partition(": ")[2] for line in lines[1 : 1 + len(reasons)]] == reasons
+
+
+def test_a_default_network_is_said_too() -> None:
+    _, lines = chosen(PHOTOGRAPHS, weights=None)
+    assert lines[1].startswith("  --model resnet18 --image-size 128 128 ")
 
 
 def test_given_epochs_are_not_said_to_be_enough() -> None:
