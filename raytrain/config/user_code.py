@@ -96,7 +96,9 @@ def line_of(file: str, number: int) -> str:
 
     Example: ``my_loop.py, line 12: `loss.backward(1)```
     """
-    text = linecache.getline(file, number).strip()[:_MAX_LINE_CHARS]
+    text = linecache.getline(file, number).strip()
+    if len(text) > _MAX_LINE_CHARS:  # cut between words: a part of a secret would not be found any more and redacted
+        text = f"{text[:_MAX_LINE_CHARS].rpartition(' ')[0]} …"
     return f"{file_title(file)}, line {number}{f': `{text}`' if text else ''}"
 
 

@@ -41,6 +41,8 @@ def test_the_line_and_the_first_line_of_the_message_are_named() -> None:
     [
         ("def train(run)\n    pass\n", r"SyntaxError: .*\(mistaken.py, line 1\)\.$"),
         ("from .beside import train\n", r"ImportError: .* \(mistaken.py, line 1: `from .beside import train`\)\.$"),
+        # A long line is cut between words, because a part of a secret would not be redacted.
+        (f"raise ValueError({'7' * 80!r}, {'8' * 80!r})\n", r"ValueError: .* `raise ValueError\('7{80}', …`\)\.$"),
         ("import sys\nsys.exit(2)\n", r"SystemExit: 2 \(mistaken.py, line 2: `sys.exit\(2\)`\)\.$"),
     ],
 )
