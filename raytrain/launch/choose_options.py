@@ -194,8 +194,8 @@ def choose_network(config: TrainConfig, images: Images) -> dict[str, Any]:
     Options that the user gave may be among them; :func:`with_chosen` leaves those out.
     """
     model_is_open, weights_are_open = "model" in config.open_options, "weights" in config.open_options
-    # Small images need a network of their own. Weights that the user gives are of a network that the user knows: without
-    # --model, that is the recipe's default. It also learns photographs without weights.
+    # Small images need a network of their own. Weights that the user gives are of a network that the user knows, which
+    # without --model is the recipe's default. That also learns photographs without weights.
     is_small = config.weights is None and _is_small(config, images)
     if model_is_open and not weights_are_open and not is_small:
         return {"model": config.model, "image_size": config.image_size or _size_for(images)}
