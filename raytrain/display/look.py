@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _NUM_FILES_SHOWN = 5  # of each kind of problem
 _COLUMNS = 8  # of the grid of images
 _WIDTH, _HEADING, _ROW = 11.0, 0.5, 1.55  # inches: the figure's width, and the heights of a heading and a row of images
-_MAX_LETTERS = 24  # in a line of a label
+_MAX_LETTERS = 20  # in a line of a label, which has the width of an image
 
 
 @takes_config

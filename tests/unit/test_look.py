@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -21,8 +23,8 @@ from raytrain.data.blocks import string_array
 from raytrain.data.dataset import Dataset, open_dataset
 from raytrain.data.duplicates import StoredImages, find_duplicates
 from raytrain.data.labels.manifest import Manifest
-from raytrain.diagnostics.look import look_at
-from raytrain.display.look import look_html
+from raytrain.diagnostics.look import FirstImages, look_at
+from raytrain.display.look import look_figure, look_html
 from raytrain.errors import UsageError
 from raytrain.recipes import auto
 from raytrain.runs.documents import run_store
@@ -211,3 +213,13 @@ def test_the_command_writes_the_picture_without_ray(images: Path) -> None:
 def test_a_notebook_gets_the_picture_and_the_tables(images: Path) -> None:
     html = look_html(look_at(options(images)))
     assert html.startswith('<img src="data:image/png;base64,iVBOR') and "red/copy.png" in html
+
+
+def test_long_class_names_do_not_overlap_in_the_figure() -> None:
+    names = ("a_very_long_class_name_of_a_plant",) * 8
+    images = FirstImages(np.zeros((8, 4, 4, 3), np.uint8), names)
+    figure = look_figure(cast(Any, SimpleNamespace(title="auto", first_images=images, suspicious=None)))
+    figure.draw_without_rendering()
+    extents = [cell.title.get_window_extent() for cell in figure.axes]
+    assert extents[0].x0 >= 0
+    assert all(left.x1 <= right.x0 for left, right in itertools.pairwise(extents))
