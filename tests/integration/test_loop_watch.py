@@ -179,7 +179,7 @@ def hooks_that_multiply(model: Any, batch: Any) -> Tensor:
 def hook_by_parts(model: nn.Module, batch: Any) -> Tensor:
     def hook(gradient: Tensor) -> Tensor:
         scaled = 2 * gradient
-        scaled[gradient.abs() > 0.01] = 0
+        scaled[gradient.abs() > gradient.abs().mean()] = 0
         return scaled
 
     logits = model(batch.images)
