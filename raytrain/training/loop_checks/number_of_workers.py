@@ -12,14 +12,14 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from typing import Any
 
 import torch
 
 from raytrain.config.user_code import line_of
-from raytrain.training.loop_checks.loop_source import NO_SOURCE, own_code
+from raytrain.training.loop_checks.loop_source import own_code
 from raytrain.training.loop_checks.numbered_batches import names_computed_with, sets_rate
+from raytrain.training.loop_checks.searching import searching
 
 _RATE_NOTE = (
     "a learning rate is computed with the number of workers ({line}), as for DistributedDataParallel, whose batch is "
@@ -42,11 +42,13 @@ def notes_on_number_of_workers(loop: Callable[..., Any]) -> Iterator[str]:
     Example: a note for ``SGD(model.parameters(), lr=0.1 * run.world_size)``
     """
     for code, namespace in own_code(loop):
-        with suppress(*NO_SOURCE):
+        notes = list[str]()
+        with searching("whether a rate or a loss is computed with the number of workers"):
             lines, first = inspect.getsourcelines(code)
             tree = _WithNumber().visit(ast.parse(textwrap.dedent("".join(lines))))
-            for note, number in _uses(tree, namespace):
-                yield note.format(line=line_of(code.co_filename, first + number - 1))
+            uses = _uses(tree, namespace)
+            notes = [note.format(line=line_of(code.co_filename, first + number - 1)) for note, number in uses]
+        yield from notes
 
 
 class _WithNumber(ast.NodeTransformer):
