@@ -132,19 +132,17 @@ def _read_lines(text: str, suffix: str, key_names: Set[str]) -> pa.Table:
     while (text := text.lstrip("\r\n")).startswith("#"):
         line, *rest = _LINES.split(text, maxsplit=1)
         following = "".join(rest)
-        words, bare, next_line = (
-            _BETWEEN_WORDS.split(line),
-            _REMARK.sub("", line, count=1),
-            following.partition("\n")[0],
-        )
+        next_words = _BETWEEN_WORDS.split(following.partition("\n")[0])
+        is_last = not next_words[0].startswith("#") and not _is_header(next_words, key_names)
+
+        words, without_sign = _BETWEEN_WORDS.split(line), _REMARK.sub("", line, count=1)
         if any(map(_is_image, words)):
             break
-        if not next_line.startswith("#") and not _is_header(_BETWEEN_WORDS.split(next_line), key_names):
-            if _is_header(_BETWEEN_WORDS.split(bare), key_names):
-                text = f"{bare}\n{following}"
-                break
-            if _is_header(words, key_names):
-                break
+        if is_last and _is_header(_BETWEEN_WORDS.split(without_sign), key_names):
+            text = f"{without_sign}\n{following}"
+            break
+        if is_last and _is_header(words, key_names):
+            break
         text = following
 
     # Excel reads, and some programs write, the delimiter in a line of its own: sep=;
