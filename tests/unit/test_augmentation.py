@@ -14,6 +14,7 @@ from torchvision.transforms.v2 import functional as F
 
 import raytrain
 from raytrain.errors import UsageError
+from raytrain.training.batches import image_operations
 from raytrain.training.batches.augmentation import magnitudes_of
 from raytrain.training.batches.image_operations import Operation, apply_operations, erase
 from raytrain.training.batches.mixup import mix_batch
@@ -75,7 +76,7 @@ def test_each_operation_of_each_magnitude_is_torchvisions(policy: str, operation
                 theirs._apply_image_or_video_transform(image, name, magnitude, BILINEAR, theirs._fill)
                 for image, magnitude in zip(images, (sign * ours).tolist(), strict=True)
             ]
-            levels = differences(apply_operations(images, operations, sign * ours, colour(channels)), expected)
+            levels = differences(apply_operations(images.clone(), operations, sign * ours, colour(channels)), expected)
             assert levels.max() <= 1
             assert levels.double().mean() < 0.03
 
@@ -84,7 +85,7 @@ def test_each_operation_of_each_magnitude_is_torchvisions(policy: str, operation
 def test_a_blur_is_torchvisions(size: tuple[int, int]) -> None:
     sigmas, side = [0.1, 0.4, 1.0, 1.7, 2.0], min(size) // 10 * 2 + 1
     images = noise(len(sigmas), size=size)
-    ours = apply_operations(images, np.full(len(sigmas), Operation.BLUR), np.array(sigmas), colour())
+    ours = apply_operations(images.clone(), np.full(len(sigmas), Operation.BLUR), np.array(sigmas), colour())
     theirs = [F.gaussian_blur(image, [side, side], [sigma]) for image, sigma in zip(images, sigmas, strict=True)]
     levels = differences(ours, theirs)
     assert levels.max() <= 1
@@ -101,14 +102,32 @@ def test_a_box_is_erased_as_by_torchvision() -> None:
     assert torch.equal(erase(images, np.array(boxes), colour()), torch.stack(theirs))
 
 
-def test_each_image_gets_its_own_operation_in_its_own_place() -> None:
-    images = noise(30)
+@pytest.mark.parametrize("size", [(40, 30), (500, 400)], ids=str)  # the large ones are changed one by one, in place
+def test_each_image_gets_its_own_operation_in_its_own_place(size: tuple[int, int]) -> None:
+    images = noise(30, size=size)
     operations = np.arange(30) % len(Operation)
-    together = apply_operations(images, operations, np.ones(30), colour())
+    together = apply_operations(images.clone(), operations, np.ones(30), colour())
     for row in range(30):
-        alone = apply_operations(images[row : row + 1], operations[row : row + 1], np.ones(1), colour())
+        alone = apply_operations(images[row : row + 1].clone(), operations[row : row + 1], np.ones(1), colour())
         assert torch.equal(together[row], alone[0])
-    assert torch.equal(images, noise(30))  # and the images are left as they are
+
+
+def test_translations_are_the_same_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    operations = np.array([Operation.TRANSLATE_X, Operation.TRANSLATE_Y] * 6)
+    magnitudes = np.array([0.0, 0.7, -0.7, 3, -3.9, 12, -12, 29, -30, 40, -41, 100])
+    images = noise(12)
+    on_a_cpu = apply_operations(images.clone(), operations, magnitudes, colour())
+    # Without a GPU, only the private table makes a CPU compute them as a GPU does.
+    monkeypatch.setattr(image_operations, "_FUNCTION_OF", image_operations._CUDA_FUNCTION_OF)
+    assert torch.equal(apply_operations(images.clone(), operations, magnitudes, colour()), on_a_cpu)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_images_themselves_stay_as_they_are(kind: str) -> None:
+    images = noise(3, size=(500, 400))
+    changed = raytrain.Augmentation(**KINDS[kind], fill=FILL)(images, range(3))
+    assert torch.equal(images, noise(3, size=(500, 400)))
+    assert changed is not images
 
 
 @pytest.mark.parametrize("channels", [1, 3])

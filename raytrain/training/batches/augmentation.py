@@ -139,7 +139,7 @@ class Augmentation:
             return images
         numbers = numbers.astype(np.int64)
         self._fill = fill = self._fill.to(images.device)
-        images = images.contiguous()
+        images = images.clone(memory_format=torch.contiguous_format)
         size = images.shape[2], images.shape[3]
 
         # AugMix comes first, then the operations of one after the other step, and erased boxes last.
@@ -244,7 +244,7 @@ class Augmentation:
         numbers = self._numbers(_AUTO, samples, epoch, 3 * _NUM_CHAINS * _MAX_DEPTH)
         mixture = images * shares[0]
         for chain, chain_operations in enumerate(numbers.reshape(_NUM_CHAINS, _MAX_DEPTH, 3, -1)):
-            changed = images
+            changed = images.clone()
             for position, (kind, level, sign) in enumerate(chain_operations):
                 operations = 1 + (kind * (Operation.BLUR - 1)).astype(np.int64)  # all but the identity
                 operations = np.where(position < depths[chain], operations, Operation.IDENTITY)
