@@ -99,7 +99,7 @@ def test_a_box_is_erased_as_by_torchvision() -> None:
         F.erase(image, top, left, bottom - top, right - left, torch.tensor(FILL)[:, None, None])
         for image, (top, left, bottom, right) in zip(images, boxes, strict=True)
     ]
-    assert torch.equal(erase(images, np.array(boxes), colour()), torch.stack(theirs))
+    assert torch.equal(erase(images.clone(), np.array(boxes), colour()), torch.stack(theirs))
 
 
 @pytest.mark.parametrize("size", [(40, 30), (500, 400)], ids=str)  # the large ones are changed one by one, in place

@@ -108,7 +108,7 @@ def erase(images: Tensor, boxes: Int64s, fill: Tensor) -> Tensor:
     """Return the images, uint8 (m, C, H, W), with a box of each replaced by a colour.
 
     Args:
-        images: uint8 (m, C, H, W); they are not changed.
+        images: uint8 (m, C, H, W); they may be changed in place.
         boxes: int64 (m, 4), on the host: top, left, bottom and right, in pixels; a box may be empty.
         fill: float32 (C, 1, 1), the colour, on the device of the images.
     """
@@ -118,7 +118,7 @@ def erase(images: Tensor, boxes: Int64s, fill: Tensor) -> Tensor:
     is_row, is_column = ((y >= top) & (y < bottom)).to(torch.uint8), ((x >= left) & (x < right)).to(torch.uint8)
     inside = is_row[:, None, :, None] * is_column[:, None, None, :]  # 1 in the box, 0 elsewhere
     # On a CPU, this sum of products is several times faster than ``where``.
-    return (images * (1 - inside)).add_(fill.to(torch.uint8) * inside)
+    return images.mul_(1 - inside).add_(fill.to(torch.uint8) * inside)
 
 
 def _numbers(kinds: npt.NDArray[np.integer], magnitudes: Floats, size: Size) -> npt.NDArray[np.float32]:
