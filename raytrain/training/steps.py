@@ -10,7 +10,7 @@ order in which its methods stand here. ``LoopPhase`` says where the loop is::
     end_epoch             BETWEEN_EPOCHS    it asks for the next epoch, and so on
     finish                                  it has returned
 
-The last step, or a stop, leads to OVER, which no call leaves. Three rules say when evaluations and checkpoints are due:
+The last step leads to OVER, and a stop to STOPPED, which no call leaves. Three rules say when evaluations and checkpoints are due:
 
 - After the last batch of an epoch, nothing is done yet: the loop's own code after its loop over the batches, such as
   the step of a scheduler, belongs to the epoch. So ``end_epoch`` evaluates and saves.
@@ -68,7 +68,8 @@ class LoopPhase(Enum):
     BETWEEN_EPOCHS = "between two epochs, or before the first one"
     IN_BATCH = "in a batch: it has not asked for the next one"
     BETWEEN_BATCHES = "between two batches of an epoch, or after the last one of an epoch whose end is still due"
-    OVER = "after the last step, or a stop: it gets no more batches"
+    OVER = "after the last step, or an evaluation or a loss that ends the run: it gets no more batches"
+    STOPPED = "after a stop, whose checkpoint is written: it gets no more batches"
 
 
 class Due(IntEnum):
@@ -105,7 +106,6 @@ class Steps:
         self.progress = progress
         self.phase = LoopPhase.BETWEEN_EPOCHS
         self._due = Due.NOTHING
-        self._is_stopped = False  # a stop has ended the loop's batches, and its checkpoint is written
         # Objects that are called in each step.
         self._schedule = CheckpointSchedule(config, plan.steps_per_epoch, progress.step if resumes else None)
         self._early_stop = EarlyStop(config)
@@ -138,7 +138,7 @@ class Steps:
     @property
     def is_over(self) -> bool:
         """True as soon as the loop gets no more batches."""
-        return self.phase is LoopPhase.OVER
+        return self.phase in (LoopPhase.OVER, LoopPhase.STOPPED)
 
     def open(self, evaluate: Callable[[], object]) -> None:
         """Make ready for the epochs that the loop asks for: first end the batch and the epoch that it has left open.
@@ -214,7 +214,7 @@ class Steps:
         self._complete_step_and_set_due()
         if not self._is_at_end_of_epoch():
             self._save_if_due()  # after a stop request, it also ends the loop
-            if self._has_trained_enough:
+            if self._early_stop.reason:
                 self.phase = LoopPhase.OVER
             if not self.is_over:
                 return False
@@ -257,7 +257,7 @@ class Steps:
         if (ends_run and not self._config.is_range_test) or self._evaluation_is_due():
             evaluate()
         self._save_if_due()
-        if ends_run or self._has_trained_enough:
+        if ends_run or self._early_stop.reason:
             self.phase = LoopPhase.OVER
 
     def finish(self, evaluate: Callable[[], object]) -> Outcome:
@@ -298,7 +298,7 @@ class Steps:
         if error := self._schedule.divergence:
             return Outcome(status="failed", progress=self.progress, checkpoint=checkpoint, error=error)
         # A search for a learning rate is finished once the loss explodes.
-        reason = self._early_stop.reason
+        reason = self._early_stop.reason or self._early_stop.time_reason
         has_exploded = self._config.is_range_test and reason is not None and reason.kind == "diverged"
         has_ended = has_exploded or self.progress.step >= self._plan.num_steps
         status = "finished" if has_ended else "stopped"
@@ -364,14 +364,6 @@ class Steps:
         totals = self.metrics.flush(StepTotals(loops_returned=loop_returned))
         totals.check_together(self._worker.world_size, self.progress.step)
 
-    @property
-    def _has_trained_enough(self) -> bool:
-        """True if an evaluation or a loss ends the loop now. A stop that waits, as for ``--max-time``, ends it later.
-
-        Only worker 0 has that reason already; what is due is the same on all workers.
-        """
-        return self._early_stop.reason is not None and self._due is not Due.STOP
-
     def _is_at_end_of_epoch(self) -> bool:
         """Return whether the last completed step ends an epoch or the run."""
         return self.progress.step % self._plan.steps_per_epoch == 0 or self.progress.step == self._plan.num_steps
@@ -417,7 +409,7 @@ class Steps:
         )
         # After a stop, no checkpoint follows: what the loop does then, such as a scheduler's step, a resume does again.
         # So the evaluation only shows where the run is; a run without the stop would not have made it.
-        if self._is_stopped:
+        if self.phase is LoopPhase.STOPPED:
             self.progress = progress
         else:
             self.progress = self._early_stop.judge_evaluation(progress, metrics)
@@ -471,7 +463,7 @@ class Steps:
         self._flush_metrics()  # a run that resumes from this checkpoint never records the step again
         self._save()
         if self._due is Due.STOP:
-            self.phase, self._is_stopped = LoopPhase.OVER, True
+            self.phase = LoopPhase.STOPPED
         self._due = Due.NOTHING
 
     def _save(self, *, is_measured: bool = True) -> None:

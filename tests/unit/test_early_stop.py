@@ -155,9 +155,9 @@ def test_time_is_up_after_the_time_that_was_given(
     monkeypatch.setattr(time, "monotonic", lambda: now_s)
     stop = EarlyStop(TrainConfig(batch_size=1, max_time=max_time))
     now_s += seconds - 1
-    assert not stop.check_time() and stop.reason is None
+    assert not stop.check_time() and stop.time_reason is None
     now_s += 1
-    assert stop.check_time() and stop.reason == StopReason("time", max_time)
+    assert stop.check_time() and stop.time_reason == StopReason("time", max_time)
 
 
 @pytest.mark.parametrize(

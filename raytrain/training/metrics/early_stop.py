@@ -20,12 +20,13 @@ _RISE = 3
 class EarlyStop:
     """Decides by evaluations (``--until``, ``--patience``), losses and the clock (``--max-time``) when to stop.
 
-    ``reason`` is None as long as the run should go on; each of the three methods may set it. Evaluations and losses are
-    the same on all workers, so all decide alike. Only worker 0 checks the time, and asks the others to stop.
+    ``reason`` is None as long as the run should go on. Evaluations and losses, which set it, are the same on all
+    workers, so all decide alike. Only worker 0 checks the time, which sets ``time_reason``, and asks the others to stop.
     """
 
     def __init__(self, config: TrainConfig) -> None:
         self.reason: StopReason | None = None
+        self.time_reason: StopReason | None = None
         self._config = config
         self._started_at = time.monotonic()
         self._first_loss: float | None = None  # of a search for a learning rate
@@ -81,9 +82,9 @@ class EarlyStop:
             self.reason = self.reason or StopReason("diverged", detail)
 
     def check_time(self) -> bool:
-        """Return whether ``--max-time`` is over, counted from the start of this attempt; if so, set ``reason``."""
+        """Return whether ``--max-time`` is over, counted from the start of this attempt; if so, set ``time_reason``."""
         limit_s = self._config.max_time_s
         if limit_s is None or time.monotonic() - self._started_at < limit_s:
             return False
-        self.reason = self.reason or StopReason("time", self._config.max_time)
+        self.time_reason = StopReason("time", self._config.max_time)
         return True
