@@ -10,7 +10,8 @@ order in which its methods stand here. ``LoopPhase`` says where the loop is::
     end_epoch             BETWEEN_EPOCHS    it asks for the next epoch, and so on
     finish                                  it has returned
 
-The last step leads to OVER, and a stop to STOPPED, which no call leaves. Three rules say when evaluations and checkpoints are due:
+The last step leads to OVER, and a stop to STOPPED, which no call leaves. Three rules say when evaluations and
+checkpoints are due:
 
 - After the last batch of an epoch, nothing is done yet: the loop's own code after its loop over the batches, such as
   the step of a scheduler, belongs to the epoch. So ``end_epoch`` evaluates and saves.

@@ -86,21 +86,23 @@ def apply_operations(images: Tensor, operations: npt.NDArray[np.integer], magnit
     by_operation = images.index_select(0, rows) if most_rows > 1 else images
 
     # One copy brings all numbers to the device, in a shape that is broadcast over the pixels of an image.
-    numbers = torch.from_numpy(_numbers(operations, magnitudes, (images.shape[2], images.shape[3]))[order])
-    numbers = numbers.to(images.device, non_blocking=True)  # (m, 6, 1, 1, 1)
+    numbers = torch.from_numpy(_numbers(operations[order], magnitudes[order], (images.shape[2], images.shape[3])))
+    numbers = numbers.to(images.device, non_blocking=True)  # (6, m, 1, 1, 1)
 
-    # Replace the images of each group by its results, which are float32 or uint8.
+    # Replace the images of each group by its results.
     functions = functions[order]
     edges = [0, *(np.flatnonzero(np.diff(functions)) + 1).tolist(), len(images)]
     starts = [start for first, end in pairwise(edges) for start in range(first, end, most_rows)]
     sizes = np.diff([*starts, len(images)]).tolist()
-    groups = zip(starts, by_operation.split(sizes), numbers.split(sizes), strict=True)
+    groups = zip(starts, by_operation.split(sizes), numbers.split(sizes, 1), strict=True)
     for start, group, group_numbers in groups:
         if apply := _FUNCTIONS[functions[start]]:
             changed = apply(group, group_numbers, fill)
-            if changed.is_floating_point() and not images.is_cuda:  # a CPU converts float32 to uint8 slowly, not these
+            # On a CPU, torch converts float32 to int16 and that to uint8 three times faster than float32 to uint8.
+            if changed.is_floating_point() and not images.is_cuda:
                 changed = changed.to(torch.int16)
-            group.copy_(changed)
+            if changed is not group:
+                group.copy_(changed)
     return by_operation.index_select(0, rows_back) if most_rows > 1 else by_operation
 
 
@@ -122,17 +124,17 @@ def erase(images: Tensor, boxes: Int64s, fill: Tensor) -> Tensor:
 
 
 def _numbers(kinds: npt.NDArray[np.integer], magnitudes: Floats, size: Size) -> npt.NDArray[np.float32]:
-    """Return the numbers that the function of each image's operation takes, float32 (m, 6, 1, 1, 1).
+    """Return the numbers that the function of each image's operation takes, float32 (6, m, 1, 1, 1).
 
     They are an affine matrix, two weights, or a single number, followed by zeros. ``kinds`` are the operations.
     """
-    numbers = np.zeros((len(kinds), _NUM_NUMBERS))
+    numbers = np.zeros((_NUM_NUMBERS, len(kinds)))
     height, width = size
 
     # An affine matrix maps the position of a pixel in the result to its position in the image, in pixels from the
-    # middle: x is a·x + b·y + c in the image, and y is d·x + e·y + f. The six columns are views: setting them sets
+    # middle: x is a·x + b·y + c in the image, and y is d·x + e·y + f. The six rows are views: setting them sets
     # `numbers`.
-    a, b, c, d, e, f = numbers.T
+    a, b, c, d, e, f = numbers
     x_sheared, y_sheared = kinds == Operation.SHEAR_X, kinds == Operation.SHEAR_Y
     a[kinds <= Operation.ROTATE] = e[kinds <= Operation.ROTATE] = 1
     b[x_sheared], c[x_sheared] = magnitudes[x_sheared], magnitudes[x_sheared] * height / 2  # the top left corner stays
@@ -150,28 +152,32 @@ def _numbers(kinds: npt.NDArray[np.integer], magnitudes: Floats, size: Size) -> 
     a[reduced] = 256 - 2 ** (8 - np.trunc(magnitudes[reduced]))  # a mask of the bits that are kept
     a[kinds == Operation.SOLARIZE] = np.ceil((255 * magnitudes[kinds == Operation.SOLARIZE]).astype(np.float32))
     a[kinds == Operation.BLUR] = magnitudes[kinds == Operation.BLUR]
-    return numbers.astype(np.float32)[:, :, None, None, None]
+    return numbers.astype(np.float32)[..., None, None, None]
 
 
 # The functions of the operations follow, all with the same arguments: images, uint8 (n, C, H, W), their numbers,
-# (n, 6, 1, 1, 1), and the fill colour. They return float32 or uint8 (n, C, H, W). _part, _blend and _grey help them.
+# (6, n, 1, 1, 1), and the fill colour. They return float32 or uint8 (n, C, H, W), or change the images in place and
+# return them. _part, _blend and _grey help them.
 
 
 def _affine(images: Tensor, matrices: Tensor, fill: Tensor) -> Tensor:
     """Sample each image bilinearly at the points that its matrix gives; points outside of it get ``fill``."""
+    # The points in pixels from the middle, across and down. The grid has both side by side, as a complex number has,
+    # and in halves of the image.
     height, width = images.shape[2:]
-    a, b, c, d, e, f = matrices[:, :, 0].unbind(1)  # (n, 1, 1) each
     x = torch.linspace((1 - width) / 2, (width - 1) / 2, width, device=images.device)
     y = torch.linspace((1 - height) / 2, (height - 1) / 2, height, device=images.device)[:, None]
-    across, down = a * x + (b * y + c), d * x + (e * y + f)  # (n, H, W) each, pixels from the middle
-    # A grid has both coordinates of a point side by side, in halves of the image: they are a complex number.
+    by_x, by_y, shift = matrices[..., 0].unflatten(0, (2, 3)).unbind(1)  # (2, n, 1, 1) each
+    points = by_x * x + (by_y * y + shift)  # (2, n, H, W)
+    across, down = points.unbind(0)
     grid = torch.view_as_real(torch.complex(across * (2 / width), down * (2 / height)))  # (n, H, W, 2)
     colour = F.grid_sample(images.float(), grid, align_corners=False)
 
     # Of the square of a pixel around a point near an edge, a fraction lies inside of the image: the product of two
     # fractions, which are both negative here.
-    across.abs_().sub_((width + 1) / 2).clamp_(-1, 0)
-    inside = down.abs_().sub_((height + 1) / 2).clamp_(-1, 0).mul_(across)[:, None]  # (n, 1, H, W)
+    points.abs_()
+    across.sub_((width + 1) / 2).clamp_(-1, 0)
+    inside = down.sub_((height + 1) / 2).clamp_(-1, 0).mul_(across)[:, None]  # (n, 1, H, W)
     return colour.sub_(fill).mul_(inside).add_(fill).round_()
 
 
@@ -183,7 +189,7 @@ def _translate(images: Tensor, matrices: Tensor, fill: Tensor) -> Tensor:
     """
     height, width = images.shape[2:]
     result = fill.to(torch.uint8).expand_as(images).contiguous()
-    for image, moved, (right, down) in zip(images, result, matrices[:, 2::3, 0, 0, 0].int().tolist(), strict=True):
+    for image, moved, (right, down) in zip(images, result, matrices[2::3, :, 0, 0, 0].T.int().tolist(), strict=True):
         moved[:, _part(-down, height), _part(-right, width)] = image[:, _part(down, height), _part(right, width)]
     return result
 
@@ -195,7 +201,7 @@ def _part(offset: int, side: int) -> slice:
 
 def _blend(images: Tensor, others: Tensor, weights: Tensor) -> Tensor:
     """Return images · w0 + ``others`` · w1 with each image's two ``weights``; ``others`` may be broadcast."""
-    return images.float().mul_(weights[:, 0]).add_(others * weights[:, 1]).clamp_(0, 255)
+    return images.float().mul_(weights[0]).add_(others * weights[1]).clamp_(0, 255)
 
 
 def _grey(images: Tensor) -> Tensor:
@@ -208,7 +214,7 @@ def _grey(images: Tensor) -> Tensor:
 
 def _brightness(images: Tensor, weights: Tensor, fill: Tensor) -> Tensor:
     """Blend each image with black."""
-    return images.float().mul_(weights[:, 0]).clamp_(0, 255)
+    return images.float().mul_(weights[0]).clamp_(0, 255)
 
 
 def _color(images: Tensor, weights: Tensor, fill: Tensor) -> Tensor:
@@ -218,8 +224,7 @@ def _color(images: Tensor, weights: Tensor, fill: Tensor) -> Tensor:
 
 def _contrast(images: Tensor, weights: Tensor, fill: Tensor) -> Tensor:
     """Blend each image with its mean brightness."""
-    sums = _grey(images).sum(3, keepdim=True)  # of each row, exact in float32 for less than 2¹⁶ pixels
-    mean = sums.double().sum((1, 2), keepdim=True).div_(images.shape[2] * images.shape[3]).float()
+    mean = _grey(images).mean((1, 2, 3), keepdim=True, dtype=torch.float64).float()  # the sum is exact
     return _blend(images, mean, weights)
 
 
@@ -235,31 +240,29 @@ def _sharpness(images: Tensor, weights: Tensor, fill: Tensor) -> Tensor:
     rows.add_(result.narrow(2, 2, height - 2))
     sums = rows.narrow(3, 0, width - 2) + rows.narrow(3, 1, width - 2)
     sums.add_(rows.narrow(3, 2, width - 2)).add_(inner, alpha=4.0)  # exact, because all are whole numbers
-    inner.add_(sums.div_(13.0).round_().sub_(inner).mul_(weights[:, 1]))
+    inner.add_(sums.div_(13.0).round_().sub_(inner).mul_(weights[1]))
     return result.clamp_(0, 255)
 
 
 def _posterize(images: Tensor, masks: Tensor, fill: Tensor) -> Tensor:
     """Keep only the bits of each level that the image's mask has."""
-    return images & masks[:, 0].to(torch.uint8)
+    return images.bitwise_and_(masks[0].to(torch.uint8))
 
 
 def _solarize(images: Tensor, thresholds: Tensor, fill: Tensor) -> Tensor:
     """Invert all levels from the image's threshold on."""
     # The comparison is a minimum and a difference, which are many times faster than ``where`` on a CPU: at least 1
     # below the threshold, and 0 from there on. Less 1 that is 0 below it, and 255, all bits, from there on.
-    levels = thresholds[:, 0].to(torch.uint8)
-    return images ^ (levels - torch.minimum(images, levels)).clamp_(max=1).sub_(1)
+    levels = thresholds[0].to(torch.uint8)
+    return images.bitwise_xor_((levels - torch.minimum(images, levels)).clamp_(max=1).sub_(1))
 
 
 def _auto_contrast(images: Tensor, numbers: Tensor, fill: Tensor) -> Tensor:
     """Stretch each channel so that its darkest pixel becomes 0 and its brightest 255, unless they are equal."""
-    planes = images.flatten(2)
-    darkest, brightest = planes.amin(2, keepdim=True), planes.amax(2, keepdim=True)  # (n, C, 1); faster than aminmax
+    darkest, brightest = images.amin((2, 3), keepdim=True), images.amax((2, 3), keepdim=True)  # (n, C, 1, 1) each
     is_flat = darkest == brightest
-    scale = (brightest - darkest).mul(1 / 255).masked_fill_(is_flat, 1)[..., None]
-    darkest = darkest.masked_fill_(is_flat, 0)[..., None]
-    return images.float().sub_(darkest).div_(scale)
+    scale = (brightest - darkest).mul(1 / 255).masked_fill_(is_flat, 1)
+    return images.float().sub_(darkest.masked_fill_(is_flat, 0)).div_(scale)
 
 
 def _equalize(images: Tensor, numbers: Tensor, fill: Tensor) -> Tensor:
@@ -298,7 +301,7 @@ def _blur(images: Tensor, sigmas: Tensor, fill: Tensor) -> Tensor:
     # The weights of the Gaussian, by the distance from the pixel. Exponentials are computed in float64, because their
     # last bit depends on the position in a tensor, and is then rounded off.
     distances = torch.arange(reach + 1, dtype=torch.float64, device=images.device)
-    weights = distances.div(sigmas[:, 0, 0, 0]).square_().mul_(-0.5).exp_()  # (n, reach + 1)
+    weights = distances.div(sigmas[0, :, 0, 0]).square_().mul_(-0.5).exp_()  # (n, reach + 1)
     weights.div_(2 * weights.sum(1, keepdim=True) - 1)  # all weights but the middle one count twice
     middle, *others = weights.float()[..., None, None, None].unbind(1)  # (n, 1, 1, 1) each
 

@@ -21,7 +21,7 @@ class EarlyStop:
     """Decides by evaluations (``--until``, ``--patience``), losses and the clock (``--max-time``) when to stop.
 
     ``reason`` is None as long as the run should go on. Evaluations and losses, which set it, are the same on all
-    workers, so all decide alike. Only worker 0 checks the time, which sets ``time_reason``, and asks the others to stop.
+    workers, so all decide alike. Only worker 0 checks the time, sets ``time_reason``, and asks the others to stop.
     """
 
     def __init__(self, config: TrainConfig) -> None:
