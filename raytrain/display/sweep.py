@@ -23,8 +23,8 @@ from raytrain.display.run_tables import Column, column_if_known, rows_table, sta
 from raytrain.display.scaling import scaling_figure, scaling_plots, scaling_sentences, scaling_table
 from raytrain.display.terminal import LiveView, startup_lines
 from raytrain.errors import UsageError, option_name, shell_command
-from raytrain.experiments.search_space import Pruner, Sampler
 from raytrain.experiments.sweep import sweep as run_sweep
+from raytrain.experiments.sweep_options import Pruner, Sampler, SweepOptions
 from raytrain.experiments.sweep_plan import PLAN
 from raytrain.experiments.sweep_result import SweepResult, SweepSnapshot
 from raytrain.experiments.sweep_session import SweepView
@@ -115,26 +115,22 @@ def sweep(
         raytrain.sweep(config, vary="learning-rate=log:0.01..1", trials=20, sampler="tpe", pruner="median").best
         raytrain.sweep(config, vary="workers=1,2,4").scaling
     """
+    options = SweepOptions(
+        trials=trials,
+        sampler=sampler,
+        pruner=pruner,
+        folds=folds,
+        early_stopping=early_stopping,
+        target=target,
+        notify_trials=notify_trials,
+    )
     # Only a sweep in the main thread is shown: a terminal has room for one table, and a program that starts sweeps in
     # other threads shows them itself.
     is_main = threading.current_thread() is threading.main_thread()
     terminal = SweepTerminalView() if view is None and is_main else None
     with terminal or nullcontext():
-        result = run_sweep(
-            config,
-            vary=vary,
-            trials=trials,
-            sampler=sampler,
-            pruner=pruner,
-            folds=folds,
-            early_stopping=early_stopping,
-            target=target,
-            notify_trials=notify_trials,
-            loop=loop,
-            view=view if terminal is None else terminal.update,
-            signals=signals,
-            trust=trust,
-        )
+        update = view if terminal is None else terminal.update
+        result = run_sweep(config, vary, options, loop=loop, view=update, signals=signals, trust=trust)
         if terminal is not None:
             terminal.finish(result)
     return result

@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 from raytrain.config.extras import extra
 from raytrain.errors import UsageError
-from raytrain.experiments.search_space import Point, Pruner, Range, Sampler, Space, points
+from raytrain.experiments.search_space import Point, Range, Space, points
+from raytrain.experiments.sweep_options import Pruner, Sampler
 from raytrain.runs.documents import STUDY, parse_lines
 from raytrain.runs.line_file import LineFile, StoredLines
 

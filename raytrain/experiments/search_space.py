@@ -17,11 +17,6 @@ from raytrain.config.option_values import matches
 from raytrain.config.options import option_known_as, options_with
 from raytrain.errors import UsageError, did_you_mean, option_name
 
-Sampler = Literal["grid", "random", "tpe", "cmaes", "gp", "qmc"]
-"""Who chooses the points: every combination, chance, or a sampler of Optuna's."""
-Pruner = Literal["median", "successive-halving", "hyperband"]
-"""A pruner of Optuna's, which stops trials that are worse than others."""
-
 Value = float | int | bool | str
 Point = dict[str, Value]
 """A value for each option that a sweep varies, by the name of its field in TrainConfig."""

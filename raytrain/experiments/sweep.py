@@ -18,7 +18,7 @@ from raytrain.config.named_functions import load_optional
 from raytrain.config.pickled_code import check_loop
 from raytrain.errors import UsageError
 from raytrain.experiments.optuna_study import check_optuna
-from raytrain.experiments.search_space import Pruner, Sampler
+from raytrain.experiments.sweep_options import SweepOptions
 from raytrain.experiments.sweep_plan import plan_sweep
 from raytrain.experiments.sweep_result import SweepResult
 from raytrain.experiments.sweep_session import SweepSession, SweepView
@@ -41,15 +41,9 @@ if TYPE_CHECKING:
 
 def sweep(
     config: TrainConfig,
+    vary: str | Sequence[str],
+    options: SweepOptions,
     *,
-    vary: str | Sequence[str] = (),
-    trials: int | None = None,
-    sampler: Sampler | None = None,
-    pruner: Pruner | None = None,
-    folds: int | None = None,
-    early_stopping: bool = True,
-    target: float | None = None,
-    notify_trials: bool = False,
     loop: Callable[[Run], None] | None = None,
     view: SweepView | None = None,
     signals: StopSignals | None = None,
@@ -59,7 +53,7 @@ def sweep(
 
     Raises UsageError, StorageError and TrainingFailed as that does.
 
-    Example: ``sweep(config, vary="seed=0,1", view=lambda snapshot: print(snapshot.trials))``
+    Example: ``sweep(config, "seed=0,1", SweepOptions(), view=lambda snapshot: print(snapshot.trials))``
     """
     # What is wrong with the sweep itself is refused: trackers, the loop, --vary, and options that exclude each other.
     started_at = time.monotonic()
@@ -67,17 +61,7 @@ def sweep(
     open_trackers(config.track)  # raises UsageError if no trial could open them
     if loop is not None:
         check_loop(loop)
-    planned = plan_sweep(
-        config,
-        vary,
-        trials,
-        folds=folds,
-        sampler=sampler,
-        pruner=pruner,
-        early_stopping=early_stopping,
-        target=target,
-        trust=trust,
-    )
+    planned = plan_sweep(config, vary, options, trust=trust)
     check_optuna(planned.sampler, planned.pruner)
 
     # A mistake in the options of any trial is refused before anything starts. A user's loop may measure any metric.
@@ -114,17 +98,7 @@ def sweep(
                 check_room(trial.config, hardware)
         if loop is None:
             load_optional("--loop", config.loop)  # raises UsageError if no trial could load it
-        session = SweepSession(
-            prepared,
-            planned,
-            runs,
-            examples,
-            machines,
-            loop,
-            early_stopping=early_stopping,
-            target=target,
-            notify_trials=notify_trials,
-        )
+        session = SweepSession(prepared, planned, options, runs, examples, machines, loop)
         with signals or StopSignals() as signals, session:
             return session.watch(signals, view)
 

@@ -17,8 +17,6 @@ from raytrain.config.option_values import matches
 from raytrain.errors import UsageError, format_count
 from raytrain.experiments.search_space import (
     Point,
-    Pruner,
-    Sampler,
     are_points,
     num_points,
     outermost_points,
@@ -26,6 +24,7 @@ from raytrain.experiments.search_space import (
     points,
     too_many_trials,
 )
+from raytrain.experiments.sweep_options import Pruner, Sampler, SweepOptions
 from raytrain.runs.documents import SWEEP, open_run, read_json, write_json
 from raytrain.runs.logs import STARTUP
 from raytrain.runs.outcome import train_command
@@ -81,26 +80,21 @@ class Sweep:
 def plan_sweep(
     config: TrainConfig,
     vary: str | Sequence[str],
-    trials: int | None,
+    options: SweepOptions,
     *,
-    folds: int | None = None,
-    sampler: Sampler | None = None,
-    pruner: Pruner | None = None,
-    early_stopping: bool = True,
-    target: float | None = None,
     trust: bool = False,
 ) -> Sweep:
     """Return the plan of a new sweep, or, if ``config`` says so, the stored plan of one that is resumed.
 
-    The arguments are those of :func:`raytrain.sweep`. A sweep that is resumed keeps its points and what chose them, so
-    ``vary``, ``trials``, ``folds``, ``sampler`` and ``pruner`` may only repeat those of its start.
+    ``vary`` and ``options`` are as in :func:`raytrain.sweep`. A sweep that is resumed keeps its points and what chose
+    them, so ``vary``, and in ``options`` trials, folds, sampler and pruner, may only repeat those of its start.
 
-    Raises UsageError if ``vary`` and ``folds`` are missing or wrong, if another argument does not fit them, or if the
+    Raises UsageError if ``vary`` and the folds are missing or wrong, if another option does not fit them, or if the
     run to resume does not exist, is no sweep, or was started with other arguments. Unless ``trust`` is True, also
     raises it if a stored point has a user's function as its network and ``config`` and ``vary`` do not name this
     function.
 
-    Example: ``plan_sweep(config, ["learning-rate=0.01,0.1"], trials=None).points``
+    Example: ``plan_sweep(config, ["learning-rate=0.01,0.1"], SweepOptions()).points``
     """
     # The words of --vary. A cross-validation varies the fold.
     words = [vary] if isinstance(vary, str) else vary
@@ -109,6 +103,7 @@ def plan_sweep(
             f'vary is of type {type(cast(object, vary)).__name__}; give texts, as in vary=["learning-rate=0.1,0.01", '
             '"epochs=5,10"].'
         )
+    folds = options.folds
     if folds is not None and folds < 2:
         raise UsageError(f"--folds is {folds}; a cross-validation has at least 2.")
     if folds is not None:
@@ -120,7 +115,7 @@ def plan_sweep(
         if not store.exists(SWEEP):
             raise UsageError(f"Run {config.name!r} is not a sweep; resume it with `raytrain train … --resume`.")
         planned = read_sweep(store)
-        _refuse_other_plan(planned, f"Sweep {config.name!r}", words, trials, sampler, pruner)
+        _refuse_other_plan(planned, f"Sweep {config.name!r}", words, options)
         if not trust:
             _refuse_unnamed_networks(planned, config, words)
     elif not words:
@@ -128,11 +123,13 @@ def plan_sweep(
             "--vary is missing; say what differs between the trials, such as --vary learning-rate=0.01,0.1,1."
         )
     else:
-        planned = _new_sweep(words, trials, sampler, pruner, config.seed)
+        planned = _new_sweep(words, options, config.seed)
 
     # What stops trials early. The pruner was given, or, on a resume, at the start.
-    if pruner is not None and not early_stopping:
-        raise UsageError(f"--pruner {pruner} stops trials early, and --no-early-stopping does not; omit one of them.")
+    if options.pruner is not None and not options.early_stopping:
+        raise UsageError(
+            f"--pruner {options.pruner} stops trials early, and --no-early-stopping does not; omit one of them."
+        )
     if planned.pruner is not None and planned.trains_alone:
         raise UsageError(
             f"--pruner {planned.pruner} stops trials early, and trials that differ in --vary workers or in their folds "
@@ -140,6 +137,7 @@ def plan_sweep(
         )
 
     # The value of the metric of --best to which trials are timed.
+    target = options.target
     highest = 1.0 if is_fraction(config.best_metric) else sys.float_info.max
     if target is not None and not (planned.varies_workers and 0 < target <= highest):
         limit = "above 0 and at most 1" if is_fraction(config.best_metric) else "above 0 and finite"
@@ -150,15 +148,14 @@ def plan_sweep(
     return planned
 
 
-def _new_sweep(
-    vary: Sequence[str], trials: int | None, sampler: Sampler | None, pruner: Pruner | None, seed: int
-) -> Sweep:
+def _new_sweep(vary: Sequence[str], options: SweepOptions, seed: int) -> Sweep:
     """Return the plan of a new sweep over ``vary``.
 
-    Without ``trials``, the points are all combinations of values; with ``trials``, points drawn with ``seed``. Only a
-    sampler of Optuna's chooses its points later. Raises UsageError if ``vary`` is wrong, or if ``trials`` or
-    ``sampler`` do not fit it.
+    Without trials in the ``options``, the points are all combinations of values; with them, points drawn with ``seed``.
+    Only a sampler of Optuna's chooses its points later. Raises UsageError if ``vary`` is wrong, or if the trials or the
+    sampler do not fit it.
     """
+    trials, sampler, pruner = options.trials, options.sampler, options.pruner
     space = parse(vary)
     if sampler == "grid" and trials is not None:
         raise UsageError(
@@ -186,28 +183,21 @@ def _new_sweep(
     return Sweep(vary=tuple(vary), points=(), trials=trials, sampler=sampler, pruner=pruner)
 
 
-def _refuse_other_plan(
-    stored: Sweep,
-    title: str,
-    vary: Sequence[str],
-    trials: int | None,
-    sampler: Sampler | None,
-    pruner: Pruner | None,
-) -> None:
-    """Raise UsageError if the arguments of a resume, where given, are not those with which the sweep was started.
+def _refuse_other_plan(stored: Sweep, title: str, vary: Sequence[str], options: SweepOptions) -> None:
+    """Raise UsageError if ``vary`` or ``options`` of a resume, where given, are not those of the sweep's start.
 
     ``title`` is the sweep's, for the sentence.
     """
     # --trials may also count the points of a cross-validation, each of which is a trial on every fold.
     has_other_points = len(vary) > 0 and tuple(vary) != stored.vary
-    if has_other_points or trials not in (None, stored.num_trials, stored.num_trials // stored.num_folds):
+    if has_other_points or options.trials not in (None, stored.num_trials, stored.num_trials // stored.num_folds):
         raise UsageError(
             f"{title} was started with --vary {' '.join(stored.vary)} and {format_count(stored.num_trials, 'trial')}; "
             "leave --vary, --trials and --folds out to resume it, or start another sweep with another --name."
         )
     # Only a sampler of Optuna's is stored. Without one, the points are, and both grid and random may be repeated.
     may_be_repeated = (stored.sampler,) if stored.sampler else ("grid", "random")
-    if (sampler is not None and sampler not in may_be_repeated) or pruner not in (None, stored.pruner):
+    if options.sampler not in (None, *may_be_repeated) or options.pruner not in (None, stored.pruner):
         chosen_by = f"--sampler {stored.sampler}" if stored.sampler else "points that were chosen at its start"
         stopped_by = f"--pruner {stored.pruner}" if stored.pruner else "no --pruner"
         raise UsageError(

@@ -21,6 +21,7 @@ from raytrain.experiments.early_stopping import EarlyStopping, Judge
 from raytrain.experiments.optuna_study import SweepStudy
 from raytrain.experiments.scaling import Scaling, Size, default_target, scaling
 from raytrain.experiments.search_space import Point, parse
+from raytrain.experiments.sweep_options import SweepOptions
 from raytrain.experiments.sweep_plan import PLAN, Sweep, write_sweep
 from raytrain.experiments.sweep_result import SweepResult, SweepSnapshot, mean_of_folds, message_of_sweep
 from raytrain.experiments.trial_machines import TrialMachines
@@ -55,15 +56,12 @@ class SweepSession:
 
     Args:
         prepared: the sweep, prepared like a run: its options, storage and images.
-        planned: the points that it tries.
+        planned: the points that it tries, and what chooses them.
+        options: what stops its trials early, up to which metric they are timed, and what is reported of them.
         trials: the trials whose points are known already: all, or, with a sampler, those that it has chosen so far.
         examples: trials with the options that any trial may have, by which steps and epochs are counted.
         machines: how many trials train at the same time, and on which machines.
         loop: the training loop, if the user gave one as a function.
-        early_stopping: whether a trial is stopped that is worse than the median of the others.
-        target: the value of the metric up to which trials on different numbers of workers are timed; None for a
-            default.
-        notify_trials: whether --notify also reports how each trial ends.
 
     Raises UsageError if the dollars of --max-cost are spent already, or the GPUs cannot be divided among the trials.
     """
@@ -72,21 +70,17 @@ class SweepSession:
         self,
         prepared: PreparedRun,
         planned: Sweep,
+        options: SweepOptions,
         trials: Sequence[Trial],
         examples: Sequence[Trial],
         machines: TrialMachines,
         loop: Loop | None,
-        *,
-        early_stopping: bool,
-        target: float | None,
-        notify_trials: bool,
     ) -> None:
         self._prepared: PreparedRun = prepared
         self._planned: Sweep = planned
         self._machines = machines
         self._loop = loop
-        self._target = target
-        self._notify_trials = notify_trials
+        self._options = options
         self._is_stopping = False  # no further trial starts
         self._is_concluded = False  # the documents say how the sweep has ended
 
@@ -100,7 +94,7 @@ class SweepSession:
         self._config = dataclasses.replace(configs[0], cache="none") if planned.trains_alone else configs[0]
 
         # Trials are compared while they train. Those that train one by one are measured at their end.
-        stops_by_median = early_stopping and planned.pruner is None and not planned.trains_alone
+        stops_by_median = options.early_stopping and planned.pruner is None and not planned.trains_alone
         metric = examples[0].metric
         study = self._open_study(metric, num_epochs, trials)
         early = EarlyStopping(num_epochs if stops_by_median else 0)  # 0 epochs: it never stops a trial
@@ -175,7 +169,9 @@ class SweepSession:
 
     def _add(self, trial: Trial) -> TrialRun:
         """Add a trial, have it wait for its turn unless it is over, and return its run."""
-        run = TrialRun(len(self._runs), trial, self._prepared.name, self._loop, self._judge, self._notify_trials)
+        run = TrialRun(
+            len(self._runs), trial, self._prepared.name, self._loop, self._judge, self._options.notify_trials
+        )
         self._runs.append(run)
         if not is_over(run.result):
             self._waiting.append(run)
@@ -418,7 +414,7 @@ class SweepSession:
             points.setdefault(as_typed(point), point)
             sizes.setdefault(as_typed(point), []).append(size)
         metric = self._judge.metric
-        target = default_target(histories.values(), metric) if self._target is None else self._target
+        target = default_target(histories.values(), metric) if self._options.target is None else self._options.target
         return tuple(scaling(sizes[typed], histories, target, point, metric) for typed, point in points.items())
 
 

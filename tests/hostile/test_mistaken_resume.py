@@ -127,11 +127,12 @@ def test_a_run_that_does_not_exist_yet_starts_and_then_continues_with_the_same_i
 
 def test_a_trial_of_a_sweep(images: Path, tmp_path: Path) -> None:
     from raytrain.experiments.sweep import resumed_trials
+    from raytrain.experiments.sweep_options import SweepOptions
     from raytrain.experiments.sweep_plan import plan_sweep
     from raytrain.experiments.trials import trials_of
 
     options = config(images, tmp_path, name="rates", workers=1, batch_size="20/worker")
-    planned = plan_sweep(options, ["learning-rate=0.01,0.1"], None)
+    planned = plan_sweep(options, ["learning-rate=0.01,0.1"], SweepOptions())
     for trial in trials_of(planned, options, "rates"):
         resolved = trial.config.resolve(name=trial.name, num_workers=1, device="cpu", mean=(0.5,) * 3, std=(0.5,) * 3)
         trial.store.put("config.json", resolved.to_json().encode())

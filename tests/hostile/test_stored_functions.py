@@ -13,6 +13,7 @@ from torch import nn
 import raytrain
 from raytrain.cli.main import main
 from raytrain.errors import UsageError
+from raytrain.experiments.sweep_options import SweepOptions
 from raytrain.experiments.sweep_plan import plan_sweep
 from raytrain.inference.predictor import Predictor
 from raytrain.runs.documents import SWEEP, read_json, write_json
@@ -157,10 +158,10 @@ def test_the_points_of_a_strangers_sweep_name_no_code(tmp_path: Path) -> None:
     write_json(store, SWEEP, {"vary": ["model=resnet18"], "points": [{"model": "stranger.py:net"}]})
     config = options(name="first", storage=str(tmp_path), resume=True)
     with pytest.raises(UsageError, match=r"--model stranger\.py:net.*trust"):
-        plan_sweep(config, (), None)
-    assert plan_sweep(config, (), None, trust=True).points == ({"model": "stranger.py:net"},)
+        plan_sweep(config, (), SweepOptions())
+    assert plan_sweep(config, (), SweepOptions(), trust=True).points == ({"model": "stranger.py:net"},)
     own = options(name="first", storage=str(tmp_path), resume=True, model="stranger.py:net")
-    assert plan_sweep(own, (), None).points[0]["model"] == own.model
+    assert plan_sweep(own, (), SweepOptions()).points[0]["model"] == own.model
 
 
 @pytest.mark.parametrize("option", ["loop", "storage", "data", "name", "nonsense"])
@@ -169,4 +170,4 @@ def test_the_points_of_a_strangers_sweep_change_only_what_may_vary(option: str, 
     write_json(store, SWEEP, {"vary": ["seed=1"], "points": [{option: "../other"}]})
     assert read_json(store, SWEEP)
     with pytest.raises(UsageError, match=r"sweep\.json"):
-        plan_sweep(options(name="first", storage=str(tmp_path), resume=True), (), None)
+        plan_sweep(options(name="first", storage=str(tmp_path), resume=True), (), SweepOptions())

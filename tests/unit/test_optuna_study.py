@@ -12,7 +12,8 @@ import pytest
 
 from raytrain import UsageError
 from raytrain.experiments.optuna_study import SweepStudy, check_optuna
-from raytrain.experiments.search_space import Point, Pruner, Sampler, parse
+from raytrain.experiments.search_space import Point, parse
+from raytrain.experiments.sweep_options import Pruner, Sampler
 from raytrain.runs.documents import STUDY
 from raytrain.storage.folder import FolderStore
 from raytrain.storage.store import Store

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from raytrain import TrainConfig, UsageError, recipes
 from raytrain.experiments.search_space import Range, are_points, parse, points
+from raytrain.experiments.sweep_options import SweepOptions
 from raytrain.experiments.sweep_plan import plan_sweep
 from raytrain.experiments.trials import trials_of
 
@@ -68,7 +69,7 @@ def test_a_switch_that_may_also_be_a_word_varies_as_both() -> None:
 
 
 def test_a_number_may_be_one_for_each_worker() -> None:
-    sweep = plan_sweep(config(), ["workers=1,2", "batch-size=32/worker,64"], None)
+    sweep = plan_sweep(config(), ["workers=1,2", "batch-size=32/worker,64"], SweepOptions())
     assert sweep.points[0] == {"workers": 1, "batch_size": "32/worker"} and are_points(list(sweep.points))
     trials = trials_of(sweep, config(), "s")
     assert [(trial.config.workers, trial.config.batch_size) for trial in trials] == [(1, 32), (1, 64), (2, 64), (2, 64)]
@@ -151,12 +152,12 @@ def config(**options: object) -> TrainConfig:
 )
 def test_an_invalid_sweep_is_refused(vary: list[str], trials: int | None, sentence: str) -> None:
     with pytest.raises(UsageError) as raised:
-        plan_sweep(config(), vary, trials)
+        plan_sweep(config(), vary, SweepOptions(trials=trials))
     assert sentence in str(raised.value)
 
 
 def test_a_trial_is_a_run_of_one_worker_with_its_values() -> None:
-    sweep = plan_sweep(config(), ["batch-size=32,64", "learning-rate=0.5"], None)
+    sweep = plan_sweep(config(), ["batch-size=32,64", "learning-rate=0.5"], SweepOptions())
     first, second = trials_of(sweep, config(), "s")
     assert (first.name, second.name) == ("s-00", "s-01")
     assert (second.config.batch_size, second.config.learning_rate, second.config.workers) == (64, 0.5, 1)
@@ -165,7 +166,7 @@ def test_a_trial_is_a_run_of_one_worker_with_its_values() -> None:
 
 def test_workers_are_those_of_each_trial() -> None:
     options = config(workers=3)
-    trials = trials_of(plan_sweep(options, ["batch-size=32/worker,64"], None), options, "s")
+    trials = trials_of(plan_sweep(options, ["batch-size=32/worker,64"], SweepOptions()), options, "s")
     assert [(trial.config.workers, trial.config.batch_size) for trial in trials] == [(3, 96), (3, 64)]
 
 
@@ -182,5 +183,5 @@ def test_workers_are_those_of_each_trial() -> None:
 )
 def test_a_trial_with_invalid_options_is_refused(vary: list[str], options: dict[str, object], sentence: str) -> None:
     with pytest.raises(UsageError) as raised:
-        trials_of(plan_sweep(config(), vary, None), config(**options), "s")
+        trials_of(plan_sweep(config(), vary, SweepOptions()), config(**options), "s")
     assert sentence in str(raised.value)

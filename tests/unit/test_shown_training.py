@@ -25,7 +25,7 @@ def views(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     for module, function in ((display_train, "launch_run"), (display_rate, "run_find_rate")):
         monkeypatch.setattr(module, function, lambda config, view, **others: views.append(view))
 
-    def sweep(config: raytrain.TrainConfig, view: Any, **others: Any) -> SweepResult:
+    def sweep(*asked: Any, view: Any, **others: Any) -> SweepResult:
         views.append(view)
         return SweepResult(name="rates", status="finished", best=None, trials=(), run_dir="", seconds=1.0)
 

@@ -23,6 +23,7 @@ from raytrain.experiments import sweep as sweep_module
 from raytrain.experiments import trial_run
 from raytrain.experiments.optuna_study import SweepStudy
 from raytrain.experiments.search_space import parse
+from raytrain.experiments.sweep_options import SweepOptions
 from raytrain.experiments.sweep_plan import PLAN, plan_sweep, read_sweep
 from raytrain.experiments.sweep_result import SweepResult
 from raytrain.experiments.trial_results import is_stopped_early
@@ -382,7 +383,7 @@ def test_a_sweep_is_resumed_with_its_own_sampler(swept: Callable[..., SweepResul
     options = TrainConfig(
         data="images", storage=str(tmp_path / "runs"), name="tried", resume=True, batch_size=8, learning_rate=0.1
     )
-    assert plan_sweep(options, VARY[:1], 2, sampler="tpe").num_trials == 2
+    assert plan_sweep(options, VARY[:1], SweepOptions(trials=2, sampler="tpe")).num_trials == 2
 
 
 @pytest.mark.not_quick

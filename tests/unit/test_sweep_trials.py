@@ -17,6 +17,7 @@ from raytrain.cli.commands import COMMANDS
 from raytrain.experiments.best_metric import BestMetric
 from raytrain.experiments.early_stopping import EarlyStopping, Judge
 from raytrain.experiments.sweep import sweep
+from raytrain.experiments.sweep_options import SweepOptions
 from raytrain.experiments.sweep_plan import plan_sweep, write_sweep
 from raytrain.experiments.trial_results import best_first, is_over, stored_result
 from raytrain.experiments.trials import Trial, check_names_free, trials_of
@@ -33,7 +34,7 @@ def config(storage: Path, **options: object) -> TrainConfig:
 
 def trials(storage: Path) -> list[Trial]:
     options = config(storage)
-    return trials_of(plan_sweep(options, VARY, None), options, "rates")
+    return trials_of(plan_sweep(options, VARY, SweepOptions()), options, "rates")
 
 
 def write_trial(trial: Trial, accuracies: list[float], **summary: object) -> None:
@@ -86,25 +87,25 @@ def started(storage: Path) -> TrainConfig:
     options = config(storage)
     store = run_store(str(storage), "rates")
     write_config(store, options)
-    write_sweep(store, plan_sweep(options, VARY, None))
+    write_sweep(store, plan_sweep(options, VARY, SweepOptions()))
     return config(storage, resume=True)
 
 
 def test_a_sweep_is_resumed_with_its_original_points(tmp_path: Path) -> None:
     options = started(tmp_path)
-    before = plan_sweep(config(tmp_path), VARY, None)
-    assert plan_sweep(options, [], None) == plan_sweep(options, VARY, None) == before
+    before = plan_sweep(config(tmp_path), VARY, SweepOptions())
+    assert plan_sweep(options, [], SweepOptions()) == plan_sweep(options, VARY, SweepOptions()) == before
     with pytest.raises(UsageError, match=r"started with --vary learning-rate=0\.001,0\.1 optimizer=sgd,adamw and 4 tr"):
-        plan_sweep(options, ["epochs=1,2"], None)
+        plan_sweep(options, ["epochs=1,2"], SweepOptions())
 
 
 def test_a_sweep_cannot_be_used_as_a_run_nor_a_run_as_a_sweep(tmp_path: Path) -> None:
     options = started(tmp_path)
     write_trial(trials(tmp_path)[0], [])
     with pytest.raises(UsageError, match="'rates-00' is not a sweep"):
-        plan_sweep(config(tmp_path, name="rates-00", resume=True), [], None)
+        plan_sweep(config(tmp_path, name="rates-00", resume=True), [], SweepOptions())
     with pytest.raises(UsageError, match=r"'rates-00' is in .* already"):
-        check_names_free(plan_sweep(config(tmp_path), VARY, None), str(tmp_path), "rates")
+        check_names_free(plan_sweep(config(tmp_path), VARY, SweepOptions()), str(tmp_path), "rates")
     with pytest.raises(UsageError, match="'rates' is a sweep"):
         train(options)
 
@@ -140,14 +141,16 @@ def test_a_trial_whose_metric_is_nan_is_worse_than_any_other_and_no_measure_for_
 
 def test_chance_tries_each_point_on_all_folds(tmp_path: Path) -> None:
     vary = ["learning-rate=log:0.01..1", "validation-fold=1/3,2/3,3/3"]
-    planned = plan_sweep(config(tmp_path), vary, 2)
+    planned = plan_sweep(config(tmp_path), vary, SweepOptions(trials=2))
     rates, folds = zip(*(point.values() for point in planned.points), strict=True)
     assert folds == ("1/3", "2/3", "3/3") * 2 and len(set(rates[:3])) == len(set(rates[3:])) == 1
 
     store = run_store(str(tmp_path), "rates")
     write_config(store, config(tmp_path))
     write_sweep(store, planned)
-    assert plan_sweep(config(tmp_path, resume=True), vary, 2) == planned, "the same words resume it"
+    assert plan_sweep(config(tmp_path, resume=True), vary, SweepOptions(trials=2)) == planned, (
+        "the same words resume it"
+    )
 
 
 @pytest.mark.parametrize("num_epochs", [0, 1, 2, 3])
@@ -158,13 +161,12 @@ def test_a_short_sweep_compares_from_its_first_epoch_on(num_epochs: int) -> None
 
 
 def test_the_python_function_has_the_options_of_the_command() -> None:
-    of_command = set(inspect.signature(COMMANDS["sweep"]).parameters) - {"config", "png"}
+    of_command = set(inspect.signature(COMMANDS["sweep"]).parameters) - {"config", "sweeping", "png"}
     of_function = inspect.signature(raytrain.sweep).parameters
-    assert of_command == {
-        *("vary", "trials", "sampler", "pruner", "folds", "early_stopping", "target", "notify_trials", "trust")
-    }
-    assert of_command < set(of_function)
-    assert of_function["early_stopping"].default is True
+    assert of_command == {"vary", "trust"}
+    defaults = {field.name: field.default for field in dataclasses.fields(SweepOptions)}
+    assert {name: of_function[name].default for name in defaults} == defaults
+    assert {*of_command, *defaults} < set(of_function)
 
 
 def test_wrong_options_are_refused_before_anything_starts(tmp_path: Path) -> None:
@@ -172,7 +174,7 @@ def test_wrong_options_are_refused_before_anything_starts(tmp_path: Path) -> Non
         raytrain.sweep(config(tmp_path), vary=["learning-rate=log:0.001..0.1"], trials=0, early_stopping=False)
     options = TrainConfig(data="images", storage=str(tmp_path), batch_size=8)
     with pytest.raises(UsageError, match="--learning-rate is not given"):
-        sweep(options, vary=["epochs=1,2"])
+        sweep(options, ["epochs=1,2"], SweepOptions())
     (tmp_path / "mine.py").write_text("train = 5")
     for more, sentence in (
         ({"warmup_epochs": 2}, "--warmup-epochs is 2 and --epochs 1"),
@@ -180,5 +182,5 @@ def test_wrong_options_are_refused_before_anything_starts(tmp_path: Path) -> Non
         ({"loop": f"{tmp_path}/mine.py:train"}, "mine.py:train is no function"),
     ):
         with pytest.raises(UsageError, match=sentence):
-            sweep(dataclasses.replace(options, learning_rate=0.1, **more), vary=["epochs=1,2"])
+            sweep(dataclasses.replace(options, learning_rate=0.1, **more), ["epochs=1,2"], SweepOptions())
     assert [path.name for path in tmp_path.iterdir()] == ["mine.py"]

@@ -122,8 +122,7 @@ def _check_trials(config: TrainConfig, options: dict[str, Any]) -> None:
     from raytrain.experiments.trials import examples_of
 
     vary = [word for words in options["vary"] for word in words]
-    names = "trials", "folds", "sampler", "pruner", "early_stopping", "target"
-    planned = plan_sweep(config, vary, **{name: options[name] for name in names})
+    planned = plan_sweep(config, vary, options["sweeping"])
     for trial in examples_of(planned, config, config.name or "sweep"):
         if config.loop is None:
             trial.config.check_learning_rate()

@@ -19,7 +19,7 @@ from raytrain.cli.tyro_parser import Without
 from raytrain.config import TrainConfig
 from raytrain.config.option_marks import Mark
 from raytrain.errors import UsageError, shell_command
-from raytrain.experiments.search_space import Pruner, Sampler
+from raytrain.experiments.sweep_options import SweepOptions
 from raytrain.monitor.snapshot import Snapshot, View
 from raytrain.monitor.stop_request import StopSignals
 from raytrain.runs.documents import RATE_PICTURE, SWEEP_PICTURE
@@ -203,39 +203,12 @@ def find_rate(
 
 def sweep(
     config: TrainConfig,
+    sweeping: SweepOptions,
     vary: Annotated[
         tuple[tuple[str, ...], ...],
         UseAppendAction,
         arg(help="What differs: learning-rate=0.01,0.1 or, for numbers, weight-decay=log:1e-5..1e-2; workers=1,2,4."),
     ] = (),
-    trials: Annotated[int | None, arg(help="Points to choose; by default every combination of values.")] = None,
-    sampler: Annotated[
-        Sampler | None,
-        arg(
-            help="How points are chosen: grid, all combinations (default without --trials), random (default with it), "
-            "or a sampler of Optuna's, which uses the results so far."
-        ),
-    ] = None,
-    pruner: Annotated[
-        Pruner | None, arg(help="Pruner of Optuna's that stops trials early, in place of --early-stopping.")
-    ] = None,
-    folds: Annotated[
-        int | None,
-        arg(help="Cross-validation: train each point on this many folds, in turn; gives mean and deviation."),
-    ] = None,
-    early_stopping: Annotated[
-        bool, arg(help="Stop trials that are in the worse half, after an eighth of the epochs at the earliest.")
-    ] = True,
-    target: Annotated[
-        float | None,
-        arg(
-            help="With --vary workers=1,2,4: compare the time to this value of --best; by default one 5 % worse than "
-            "the best."
-        ),
-    ] = None,
-    notify_trials: Annotated[
-        Flag, arg(help="Have --notify report how each trial ends, too, not only the sweep.")
-    ] = False,
     png: Annotated[str | None, arg(help="PNG file for the plot; by default sweep.png in the sweep's folder.")] = None,
     trust: TrustResumed = False,
 ) -> CommandResult:
@@ -253,19 +226,8 @@ def sweep(
 
     check_output(png, (".png",), "--png")
     with SweepTerminalView() as view:
-        result = raytrain.sweep(
-            config,
-            vary=[word for words in vary for word in words],
-            trials=trials,
-            sampler=sampler,
-            pruner=pruner,
-            folds=folds,
-            early_stopping=early_stopping,
-            target=target,
-            notify_trials=notify_trials,
-            view=view.update,
-            trust=trust,
-        )
+        words = [word for words in vary for word in words]
+        result = raytrain.sweep(config, vary=words, **vars(sweeping), view=view.update, trust=trust)
     # A sweep in which no trial was evaluated, and no trial of a comparison of speeds has finished, has nothing to plot.
     has_curves = result.histories or any(trial.evaluations for trial in result.trials)
     picture = (png or f"{result.run_dir}/{SWEEP_PICTURE}") if has_curves else None
