@@ -89,7 +89,7 @@ class Gathering:
             commit=commit,
             no_commit=self._git.problem,
             changed_files=changed_files,
-            code={name: redact(text[:_MAX_CODE_CHARS]) for name, text in self._code.items()},
+            code={name: redact(text)[:_MAX_CODE_CHARS] for name, text in self._code.items()},
         )
 
 

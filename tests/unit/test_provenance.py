@@ -66,6 +66,15 @@ def test_versions_commit_command_and_code_are_found_out(repository: Path, monkey
     assert made_of.code["loop.py"].startswith("def train(run):") and "hunter" not in made_of.code["loop.py"]
 
 
+def test_a_secret_at_the_end_of_the_code_that_is_kept_is_removed_whole(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (repository / "long.py").write_text(f"{'x' * 199_990}Zq8rT4wLm2Pd9Kx\n")
+    monkeypatch.setenv("MY_TOKEN", "Zq8rT4wLm2Pd9Kx")
+    code = gathered(loop="long.py:train").code["long.py"]
+    assert "x" * 199_990 + "…" in code and "Zq8" not in code
+
+
 def test_a_tree_is_not_clean_with_changed_files_and_code_that_git_does_not_know(repository: Path) -> None:
     (repository / "notes.txt").write_text("of no importance")
     assert gathered(loop="loop.py:train").changed_files == []
