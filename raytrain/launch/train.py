@@ -297,9 +297,11 @@ class RunHandle:
             result = train(config, loop=loop, view=self._update, signals=self._signals, trackers=self._trackers)
             self._result.set_result(result)
         except BaseException as error:
-            if self._on_failure is not None:
-                self._on_failure(error)  # before the result is set, after which the caller may end this process
-            self._result.set_exception(error)
+            try:
+                if self._on_failure is not None:
+                    self._on_failure(error)  # before the result is set, after which the caller may end this process
+            finally:  # whoever waits for the result must get one
+                self._result.set_exception(error)
 
     def _update(self, snapshot: Snapshot) -> None:
         self.snapshot = snapshot

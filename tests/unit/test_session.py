@@ -16,12 +16,13 @@ import pytest
 
 from raytrain.config import ResolvedConfig
 from raytrain.data.labels.manifest import Manifest
-from raytrain.errors import CoordinatorLost, LoopFailed, NoWholeCheckpoint, TrainingFailed, UsageError
+from raytrain.errors import CoordinatorLost, LoopFailed, NoWholeCheckpoint, StorageError, TrainingFailed, UsageError
 from raytrain.launch import session as session_module
 from raytrain.launch import suspicious_pictures
 from raytrain.launch.coordinator import Coordinator
 from raytrain.launch.prepare import PreparedRun, TrainRequest, prepare, settle_options
 from raytrain.launch.session import RunSession
+from raytrain.launch.train import RunHandle
 from raytrain.monitor import document_writer
 from raytrain.monitor.document_writer import DocumentWriter
 from raytrain.monitor.snapshot import Snapshot
@@ -377,3 +378,13 @@ def test_a_result_that_is_not_there_in_time_is_a_timeout_and_can_be_waited_for_a
         handle.result(0.01)
     may_end.set()
     assert handle.result() is ended
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_run_that_fails_has_a_result_even_if_its_failure_cannot_be_shown(tmp_path: Path) -> None:
+    def show(error: BaseException) -> None:
+        raise OSError("the notebook is closed")
+
+    handle = RunHandle(config(tmp_path / "images", tmp_path), None, None, on_failure=show)
+    with pytest.raises(StorageError, match="no folder"):
+        handle.result(30)
