@@ -315,7 +315,6 @@ class RunSession:
         unless_failed = suppress(*([StorageError] if outcome.error else []))
         with unless_failed:
             self._write_first_documents()
-        self._phase = RunPhase.CONCLUDED
 
         # End the history with the result, and show the last rows; then write the summary.
         snapshot = self._cost.update(self._monitor.snapshot(self._cursor))
@@ -326,6 +325,7 @@ class RunSession:
         self._pictures.update(snapshot)
         with unless_failed:
             self._writer.conclude(result, snapshot)
+        self._phase = RunPhase.CONCLUDED  # whatever interrupts the session before this leaves a status
 
         # Trackers may report events at their end, too. A run that starts again at once, with more microbatches because
         # memory did not suffice, sends no message.

@@ -388,3 +388,17 @@ def test_a_run_that_fails_has_a_result_even_if_its_failure_cannot_be_shown(tmp_p
     handle = RunHandle(config(tmp_path / "images", tmp_path), None, None, on_failure=show)
     with pytest.raises(StorageError, match="no folder"):
         handle.result(30)
+
+
+def test_an_interrupt_while_the_end_is_written_leaves_no_run_that_seems_to_train(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(DocumentWriter, "conclude", interrupt)
+    signals = StopSignals()
+    signals.request_stop(StopReason("signal", "SIGINT"))
+    with pytest.raises(KeyboardInterrupt):
+        run(images, tmp_path, train_until_stopped, signals)
+    assert read_status(run_store(str(tmp_path), "run")).status == "interrupted"
