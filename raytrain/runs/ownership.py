@@ -42,7 +42,7 @@ import psutil
 
 from raytrain.errors import OwnerChanged, StorageError, UsageError, shell_command
 from raytrain.runs.checkpoint_files import newest_checkpoint, step_and_takeover
-from raytrain.runs.documents import CLAIM, CONFIG, is_run_file, known_fields, parse_object
+from raytrain.runs.documents import CLAIM, CONFIG, EVENTS, SKIPPED, is_run_file, known_fields, parse_object
 from raytrain.storage.store import ObjectChanged, Store
 
 RENEW_EVERY_S = 5.0  # seconds between two renewals of a claim
@@ -50,6 +50,7 @@ LEASE_S = 30.0  # seconds without a renewal after which an owner counts as dead
 POLL_EVERY_S = 1.0  # seconds between two polls of the claim of an owner that may be dead
 _READ_BACK_AFTER_S = 1.0  # seconds: longer than another process needs between reading and writing the claim
 _MAX_PID = 2**31 - 1  # the system takes no larger number of a process
+_BEFORE_START = {CLAIM, EVENTS, SKIPPED}  # documents that a run may have before it has options
 _log = logging.getLogger(__name__)
 _held: set[str] = set()  # the tokens of the claims that this process holds
 
@@ -154,8 +155,8 @@ class RunClaim(AbstractContextManager["RunClaim"]):
     def close(self) -> None:
         """Release the claim, so that the next owner need not wait. May be called twice.
 
-        If the run has no options, because it never started, the claim is deleted, and with it a folder that is empty
-        then. Nothing is raised if storage is out of reach.
+        If the run has no options, because it never started, its claim and its first events are deleted, and with them a
+        folder that is empty then. Nothing is raised if storage is out of reach.
         """
         self._closed.set()
         self._renewer.join()  # before the release: both replace the claim
@@ -165,7 +166,11 @@ class RunClaim(AbstractContextManager["RunClaim"]):
         with suppress(StorageError):
             store = self._store.fail_fast()
             if self._replace(dataclasses.replace(self.claim, released=True)) and not store.exists(CONFIG):
-                store.delete(CLAIM)  # the run never started
+                # The run never started. With other documents, somebody has deleted the options of one: keep them all.
+                if {stored.path for stored in store.list()} <= _BEFORE_START:
+                    for path in _BEFORE_START - {CLAIM}:
+                        store.delete(path)
+                store.delete(CLAIM)
                 store.remove_if_empty()
 
     def _replace(self, claim: Claim) -> bool:

@@ -25,9 +25,10 @@ from raytrain.launch.session import RunSession
 from raytrain.launch.train import RunHandle
 from raytrain.monitor import document_writer
 from raytrain.monitor.document_writer import DocumentWriter
+from raytrain.monitor.events import Note
 from raytrain.monitor.snapshot import Snapshot
 from raytrain.monitor.stop_request import StopSignals
-from raytrain.runs.documents import CONFIG, MANIFEST, SUMMARY, SUSPICIOUS_LABELS, read_json, run_store
+from raytrain.runs.documents import CONFIG, EVENTS, MANIFEST, SUMMARY, SUSPICIOUS_LABELS, read_json, run_store
 from raytrain.runs.metric_row import SuspiciousLabel
 from raytrain.runs.outcome import Outcome, Progress, StopReason, TrainResult
 from raytrain.runs.status import RunStatus, read_status, write_status
@@ -402,3 +403,15 @@ def test_an_interrupt_while_the_end_is_written_leaves_no_run_that_seems_to_train
     with pytest.raises(KeyboardInterrupt):
         run(images, tmp_path, train_until_stopped, signals)
     assert read_status(run_store(str(tmp_path), "run")).status == "interrupted"
+
+
+def test_a_start_that_is_interrupted_leaves_no_event_behind(images: Path, tmp_path: Path) -> None:
+    def train(coordinator: Coordinator) -> None:
+        coordinator.note_event(Note("the first image cannot be read"))
+        coordinator.flush()
+        assert run_store(str(tmp_path), "run").exists(EVENTS)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(images, tmp_path, train, StopSignals())
+    assert list(tmp_path.iterdir()) == []
