@@ -199,7 +199,7 @@ def run_page(record: RunRecord) -> RenderableType:
     sweep = parse_sweep(record.sweep) if record.sweep else None
     if record.config:
         command = sweep_command(sweep, record.config) if sweep else train_command(record.config)
-        parts.append(Text(one_line(command), style="dim", overflow="fold"))
+        parts.append(Text(one_line(command), style="dim"))
     if sweep and record.config:
         compare = shell_command("compare", record.name, storage=record.config.storage)
         heading = Text(f"A sweep of {format_count(sweep.num_trials, 'trial')}. Those that have begun are shown by")
@@ -218,10 +218,9 @@ def run_page(record: RunRecord) -> RenderableType:
         first, *later = record.provenance
         rows = {"made of": first.summary()}
         for before, attempt in zip(record.provenance, later, strict=False):
-            # If the commit and the main versions are the same, something else has changed, such as a file of the loop.
-            is_same = attempt.summary() == before.summary()
-            changes = attempt.difference_from(before) if is_same else ""
-            rows[f"after step {attempt.first_step:,}"] = changes or attempt.summary()
+            # An attempt with another command alone is made of the same.
+            if changes := attempt.difference_from(before):
+                rows[f"after step {attempt.first_step:,}"] = changes
         parts.append(key_value_table(rows))
 
     # The curves, and the last values of the metrics that a user's loop logs.
@@ -276,7 +275,7 @@ def comparison_page(records: Sequence[RunRecord]) -> RenderableType:
     if sum(map(len, names)) > _MAX_HEADINGS:
         labels = [_letter(number) for number in range(len(names))]
         for label, name, style in zip(labels, names, styles, strict=True):
-            legend.append(Text.assemble((f"  {label:<2} ", style), one_line(name), overflow="fold"))
+            legend.append(Text.assemble((f"  {label:<2} ", style), one_line(name)))
 
     # A column for each run: first the options, then the results, then metrics that users' loops log.
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))  # six runs fit into 80 columns

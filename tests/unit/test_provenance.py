@@ -211,13 +211,14 @@ def test_show_and_the_page_tell_it(tmp_path: Path, capsys: pytest.CaptureFixture
     write_config(store, config.resolve(name="first", num_workers=1, device="cpu", mean=(), std=()))
     later = dataclasses.replace(MADE_OF, first_step=400, commit="5d6e7f8a90b1", changed_files=["loop\x1b.py"])
     other_loop = dataclasses.replace(later, first_step=500, code={"loop.py": "new"})
-    for made_of in (MADE_OF, later, other_loop):
+    other_command = dataclasses.replace(other_loop, first_step=600, command="raytrain train --name first --resume")
+    for made_of in (MADE_OF, later, other_loop, other_command):
         record_provenance(store, made_of)
     assert main(["show", "first", "--storage", str(tmp_path)]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "made of commit 1a2b3c4d5e; raytrain 0.1.0, torch 2.11.0" in shown
-    assert "after step 400 commit 5d6e7f8a90 with 1 changed file; raytrain 0.1.0" in shown
-    assert "after step 500 another loop.py" in shown
+    assert "after step 400 commit 5d6e7f8a90 with 1 changed file instead of commit 1a2b3c4d5e" in shown
+    assert "after step 500 another loop.py" in shown and "after step 600" not in shown
     assert main(["show", "first", "--storage", str(tmp_path), "--json"]) == 0
     document = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert document["provenance"][1]["packages"] == MADE_OF.packages

@@ -27,7 +27,7 @@ from raytrain.experiments.sweep_plan import Sweep, sweep_command
 from raytrain.inference.classification_metrics import EvaluationResult, score
 from raytrain.recipes import cifar10
 from raytrain.runs.metric_row import MetricRow, SkippedImage
-from raytrain.runs.outcome import StopReason
+from raytrain.runs.outcome import StopReason, train_command
 from raytrain.runs.records import RunRecord
 from raytrain.runs.status import RunStatus
 from raytrain.storage.store import StoredObject
@@ -117,6 +117,14 @@ def test_the_page_of_a_run_has_its_status_curves_and_skipped_images() -> None:
         seen.split()
     )
     assert "7 images skipped\ncat/0.jpg: truncated" in seen and "and 2 more in skipped.jsonl" in seen
+
+
+def test_the_command_of_a_run_is_not_cut_where_lines_are_not_wrapped() -> None:
+    record_here = record()
+    assert record_here.config is not None
+    printed = io.StringIO()
+    Console(file=printed, width=40).print(run_page(record_here), soft_wrap=True)
+    assert train_command(record_here.config) in printed.getvalue()
 
 
 def test_the_page_of_a_run_has_its_checkpoints_and_the_newest_files_of_its_loop() -> None:
