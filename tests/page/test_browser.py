@@ -432,6 +432,18 @@ def test_each_chart_has_a_heading_and_an_axis_with_its_name_and_whole_steps(
             assert "2" in written and "1.5" not in written
 
 
+def test_the_numbers_of_an_axis_differ_also_if_its_values_hardly_do(visit: Visit, tmp_path: Path) -> None:
+    rows = [step_row(1, loss=2.0), evaluation_row(1, accuracy=0.9941), evaluation_row(2, accuracy=0.9945)]
+    store_run(tmp_path, "run", rows)
+    with page_of(tmp_path, "run") as server:
+        page = visit("about:blank")
+        page.add_init_script(WRITTEN)
+        page.goto(server.url)
+        page.wait_for_function("window.written.some((text) => text.startsWith('99.4'))")
+        ticks = [text for text in page.evaluate("window.written") if text.startswith("99.4")]
+        assert {"99.42 %", "99.43 %"} <= set(ticks) and "99.4 %" not in ticks
+
+
 def test_a_smoothed_curve_has_the_measured_value_beside_its_name(visit: Visit, tmp_path: Path) -> None:
     for name in ("rates-00", "rates-01"):
         store_run(tmp_path, name, [*(step_row(step, loss=8.0) for step in range(1, 40)), step_row(40, loss=0.5)])

@@ -15,7 +15,7 @@ const PLACES = { step: (x) => `step ${formatNumber(x)}`, time: formatDuration, r
 export class Chart {
   /**
    * @param title the heading.
-   * @param format shows a value of the y axis.
+   * @param format shows a value of the y axis, with the digits that tell ticks apart whose distance is its second argument.
    * @param onZoom called with [first, last] on the x axis, or null for all of it.
    * @param sync charts with the same key share their cursor.
    * @param limits the ends of the y axis, or null for those of the values.
@@ -141,7 +141,7 @@ export class Chart {
       scales: { x: { time: false, auto: false, distr: this.axis === "rate" ? 3 : 1, range: (plot, low, high) => [low, high] }, y: this.log ? { distr: 3 } : { range: (plot, low, high) => this.limits ?? padded(low, withoutOutliers(plot, low, high, share)) } },
       axes: [
         { ...axis, size: 24, gap: 4, space: 64, label: AXIS_LABELS[this.axis], labelFont: axis.font, labelSize: 14, labelGap: 0, ...(this.axis === "step" && { incrs: WHOLE }), values: (plot, ticks) => ticks.map((tick) => TICKS[this.axis](tick)) },
-        { ...axis, size: 54, gap: 6, values: (plot, ticks) => ticks.map((tick) => (tick == null ? "" : this.format(tick))) },
+        { ...axis, size: 54, gap: 6, values: (plot, ticks, number, space, interval) => ticks.map((tick) => (tick == null ? "" : this.format(tick, interval))) },
       ],
       cursor: { sync: { key: this.sync }, points: { size: 7 }, drag: { x: true, y: false } },
       hooks: {

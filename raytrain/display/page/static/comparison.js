@@ -63,7 +63,7 @@ export class Comparison {
   compareBy(metric) {
     if (metric.name === this.metric?.name) return;
     this.metric = metric;
-    this.charts[1].retitle({ title: `Validation ${metric.name.replaceAll("_", " ")}`, format: (value) => formatMetric(metric, value) });
+    this.charts[1].retitle({ title: `Validation ${metric.name.replaceAll("_", " ")}`, format: (value, interval) => formatMetric(metric, value, interval) });
   }
 
   draw() {

@@ -35,17 +35,27 @@ export function fill(element, ...children) {
   element.replaceChildren(...children.filter((child) => child != null).map((child) => (child instanceof Node ? child : printable(child))));
 }
 
-/** A number with as many digits as are worth reading. */
-export function formatNumber(value) {
+/** The digits after the point that tell multiples of `interval` apart: 3 for 0.025. */
+function digitsOf(interval) {
+  let digits = 0;
+  while (digits < 9 && Math.abs(interval * 10 ** digits - Math.round(interval * 10 ** digits)) > 1e-6) digits++;
+  return digits;
+}
+
+/** A number with as many digits as are worth reading, more for the ticks of an axis that are `interval` apart. */
+export function formatNumber(value, interval = 1) {
   if (value == null || !Number.isFinite(value)) return UNKNOWN;
   if (Number.isInteger(value) && Math.abs(value) < 1e9) return value.toLocaleString("en");
   const size = Math.abs(value);
   if (size >= 1e7 || size < 1e-3) return value.toExponential(2).replace("e+", "e");
-  return value.toLocaleString("en", { maximumFractionDigits: size >= 100 ? 0 : size >= 10 ? 1 : 4 });
+  const digits = size >= 100 ? 0 : size >= 10 ? 1 : 4;
+  return value.toLocaleString("en", { maximumFractionDigits: Math.max(digits, digitsOf(interval)) });
 }
 
-export function formatPercent(value) {
-  return value == null ? UNKNOWN : `${(100 * value).toFixed(Math.abs(value) < 0.1 ? 2 : 1)} %`;
+/** A fraction in percent; for the ticks of an axis with the digits that tell fractions apart that differ by `interval`. */
+export function formatPercent(value, interval = 1) {
+  const digits = Math.max(Math.abs(value) < 0.1 ? 2 : 1, digitsOf(100 * interval));
+  return value == null ? UNKNOWN : `${(100 * value).toFixed(digits)} %`;
 }
 
 /** The best of the known values of a metric, which has a `name` and says whether it `is_lower_better`; null if none is known. */
@@ -56,8 +66,8 @@ export function bestOf({ is_lower_better }, values) {
 }
 
 /** A value of a metric: a fraction in percent, another one as a number. */
-export function formatMetric({ is_fraction }, value) {
-  return is_fraction ? formatPercent(value) : formatNumber(value);
+export function formatMetric({ is_fraction }, value, interval) {
+  return is_fraction ? formatPercent(value, interval) : formatNumber(value, interval);
 }
 
 /** Dollars with cents, and with more digits below a dollar. */
