@@ -1,4 +1,4 @@
-"""Storage below a prefix of a bucket, in any cloud: objects, their conditional writes, and their listings.
+"""Storage below a prefix of a bucket, in any cloud: its objects read, written and listed.
 
 Each method sends its requests through ``BucketStore._send``, which retries them, renews credentials that are refused,
 and makes one sentence of what went wrong.
@@ -13,30 +13,36 @@ import dataclasses
 import logging
 import re
 import threading
-import time
 import uuid
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from itertools import islice, repeat
+from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from obstore.exceptions import AlreadyExistsError, GenericError, InvalidPathError, PreconditionError
+from obstore.exceptions import GenericError, InvalidPathError
 
 from raytrain.errors import OwnerChanged, StorageError
 from raytrain.storage.bucket_client import BucketClient, BucketConnection, bucket_and_root
 from raytrain.storage.clouds.cloud import Cloud
 from raytrain.storage.clouds.s3 import S3
-from raytrain.storage.credentials import Credentials, CredentialSource, LentCredentials, require_credentials
+from raytrain.storage.conditional_writes import (
+    REPLACED_WITHIN_S,
+    current_version,
+    if_found,
+    put_unless_changed,
+    version_of,
+)
+from raytrain.storage.credentials import CredentialSource, LentCredentials
 from raytrain.storage.disk_cache import DiskCache
-from raytrain.storage.request_errors import explain, http_status, is_transient, names_no_bucket, refuses_credentials
+from raytrain.storage.request_errors import explain, is_transient, names_no_bucket, refuses_credentials
 from raytrain.storage.retries_and_hedges import DEFAULT, FAIL_FAST, RetryPolicy, request_threads, with_retries
 from raytrain.storage.store import Guard, ObjectChanged, Store, StoredObject, shown_url
 
 if TYPE_CHECKING:
-    from obstore import ListResult, ObjectMeta, UpdateVersion
+    from obstore import ListResult, ObjectMeta
 
     from raytrain.storage.bucket_client import ObjectStore
 
@@ -49,13 +55,9 @@ _DOCUMENT_BYTES = 16 << 20  # an owner writes objects up to this size conditiona
 _BRIEF_BYTES = 1 << 20  # an owner has a short limit for objects smaller than this
 _OWNERS_REQUEST_S = 15.0  # that limit, half a lease: after a whole one, another process may be the owner
 _MAX_CHANGES = 20  # times that others may change an object while its owner tries to write it
-# Servers that keep objects as files, such as rclone's and s3proxy's, may miss an object while it is replaced.
-_REPLACED_WITHIN_S, _LOOK_EVERY_S = 2.0, 0.1
-_NOT_IMPLEMENTED = 501
 _UNUSABLE_NAME = re.compile(r"(^|/)\.{0,2}(/|$)|[\x00-\x1f\x7f]")  # no file could have it: a//b, a/../b
 
 _LAST = "\U0010ffff"  # the last character of Unicode: as a name, it sorts after all others of a folder
-_PAGE_CHECK_S = 5.0  # time in which the server must answer; after it, the check of its pages is left out
 
 _LEADING_SLASH = "An object of {} has a name that begins with a slash, which cannot be used; rename it."
 
@@ -169,12 +171,12 @@ class BucketStore(Store):
         return self._send(path, request)
 
     def exists(self, path: str) -> bool:
-        return self._send(path, lambda client: _current_version(client, path)) is not None
+        return self._send(path, lambda client: current_version(client, path)) is not None
 
     def check_readable(self) -> None:
         with suppress(UnusableNames):  # the server has answered, which is all that is asked here
             self.fail_fast()._send("", lambda client: next(iter(client.list()), None))
-        self._check_pages()
+        self._client().check_pages()
 
     # Writing and deleting, by anybody or by the owner alone.
 
@@ -188,9 +190,9 @@ class BucketStore(Store):
             # Get the version before the check: if another process becomes the owner after it and writes the object, the
             # version has changed, and the write is refused.
             for _ in range(_MAX_CHANGES):
-                version = _current_version(client, path)
+                version = current_version(client, path)
                 self._check_owner(client)
-                if _put_unless_changed(client, path, data, version):
+                if put_unless_changed(client, path, data, version):
                     return
             raise ObjectChanged(f"{self.url}/{path}")
 
@@ -220,10 +222,10 @@ class BucketStore(Store):
         def write_if_expected(client: ObjectStore) -> bool:
             """Write ``data`` in place of ``expected``, and return whether the object holds ``data`` now."""
             # An object that should exist may be missed while somebody replaces it: look again for a while.
-            stored = _if_found(lambda: client.get(path), 0.0 if expected is None else _REPLACED_WITHIN_S)
-            version, content = (_version(stored.meta), bytes(stored.bytes())) if stored else (None, None)
+            stored = if_found(lambda: client.get(path), 0.0 if expected is None else REPLACED_WITHIN_S)
+            version, content = (version_of(stored.meta), bytes(stored.bytes())) if stored else (None, None)
             self._check_owner(client)
-            return content == data or (content == expected and _put_unless_changed(client, path, data, version))
+            return content == data or (content == expected and put_unless_changed(client, path, data, version))
 
         if not self._send(path, write_if_expected):
             raise ObjectChanged(f"{self.url}/{path}")
@@ -233,7 +235,7 @@ class BucketStore(Store):
         name = f".condition-check-{uuid.uuid4().hex}"
         self.put(name, b"")
         try:
-            return not self._send(name, lambda client: _put_unless_changed(client, name, b"", None))
+            return not self._send(name, lambda client: put_unless_changed(client, name, b"", None))
         finally:
             self.delete(name)
 
@@ -252,7 +254,7 @@ class BucketStore(Store):
             return
         bucket, root = bucket_and_root(self.url)
         with suppress(StorageError), self._explained("", self._client()):
-            keys = self._s3_keys()
+            keys = self._client().s3_keys()
             self.cloud.abort_uploads(bucket, root, keys, lambda name: should_abort(name.removeprefix(root)))
 
     def _check_owner(self, client: ObjectStore) -> None:
@@ -260,7 +262,7 @@ class BucketStore(Store):
         if self.guard is None:
             return
         path = self.guard.path
-        self.guard.check(_if_found(lambda: bytes(client.get(path).bytes()), _REPLACED_WITHIN_S), self.url)
+        self.guard.check(if_found(lambda: bytes(client.get(path).bytes()), REPLACED_WITHIN_S), self.url)
 
     def _within_lease(self, num_bytes: int = 0) -> BucketStore:
         """Return the store with a short limit for deletions and for writes of few bytes, if it has an owner.
@@ -275,7 +277,7 @@ class BucketStore(Store):
     def list(self, prefix: str = "") -> Iterator[StoredObject]:
         prefix = prefix.strip("/")
         unusable_names: list[str] = []
-        self._check_pages()
+        self._client().check_pages()
 
         # Go down to where the tree of folders branches, so that several of them can be listed at once.
         folders = [prefix]
@@ -319,35 +321,6 @@ class BucketStore(Store):
             objects += self._list_any_names("/", unusable_names, UnusableNames(_LEADING_SLASH.format(self.url)))
         return objects, folders
 
-    def _check_pages(self) -> None:
-        """Raise StorageError if an S3 server does not say how a listing continues after its first page.
-
-        obstore would take such a page for the last one, or ask for it for ever, and no later request would show the
-        mistake. So boto3 requests the first two pages below ``url``, once in each process, both with and without
-        folders, as obstore does. A server that does not answer this within five seconds is left to the caller's own
-        request.
-        """
-        client = self._client()
-        if not isinstance(self.cloud, S3) or client.pages_are_checked:
-            return
-        try:
-            # list_pages raises StorageError for such a server. A page that another one follows shows how many names the
-            # server puts into one.
-            keys = self._s3_keys()
-            for delimiter in ("", "/"):
-                pages = self.cloud.list_pages(
-                    *bucket_and_root(self.url), keys, delimiter, max_attempts=1, read_timeout_s=_PAGE_CHECK_S
-                )
-                for page in islice(pages, 2):
-                    if page.get("IsTruncated"):
-                        num_names = len(page.get("Contents", ())) + len(page.get("CommonPrefixes", ()))
-                        client.names_per_page = min(client.names_per_page, num_names)
-        except StorageError:
-            raise
-        except Exception:  # left to the caller's own request, which is retried and explained
-            return
-        client.pages_are_checked = True
-
     def _list_folder(self, folder: str, unusable_names: list[str]) -> Sequence[ObjectMeta]:
         """Return all objects below ``folder``, and add names that cannot be used to ``unusable_names``."""
         objects: list[ObjectMeta] = []
@@ -360,7 +333,7 @@ class BucketStore(Store):
                 last_name = objects[-1]["path"] if objects else None
                 for page in client.list(folder, offset=last_name):
                     objects.extend(meta for meta in page if last_name is None or meta["path"] > last_name)
-                if num_before == len(objects) or not self._fills_a_page(len(objects)):
+                if num_before == len(objects) or not self._client().may_fill_a_page(len(objects)):
                     return
 
         try:
@@ -368,10 +341,6 @@ class BucketStore(Store):
         except UnusableNames as error:
             return self._list_any_names(folder and f"{folder}/", unusable_names, error)
         return objects
-
-    def _fills_a_page(self, num_names: int) -> bool:
-        """Return True if ``num_names`` names may be one page of S3 and not all. Other clouds have no such doubt."""
-        return isinstance(self.cloud, S3) and num_names >= self._client().names_per_page
 
     def _ask_whether_more_follow(self, folder: str, listed: ListResult[Sequence[ObjectMeta]]) -> bool:
         """Ask the server for names in ``folder`` after those that it has ``listed``; return True if there are some.
@@ -381,7 +350,7 @@ class BucketStore(Store):
         """
         # After a folder in the listing comes all that is in it, so go on behind the last name that it can have.
         names = [f"{name}/{_LAST}" for name in listed["common_prefixes"]] + [meta["path"] for meta in listed["objects"]]
-        if not self._fills_a_page(len(names)):
+        if not self._client().may_fill_a_page(len(names)):
             return False
         last_name = max(names)
         next_page = self._send(folder, lambda client: next(iter(client.list(folder, offset=last_name)), None))
@@ -398,7 +367,7 @@ class BucketStore(Store):
         bucket, root = bucket_and_root(self.url)
         usable: list[ObjectMeta] = []
         with self._explained(start.rstrip("/"), self._client()):
-            for meta in self.cloud.list_any_names(bucket, root + start, self._s3_keys()):
+            for meta in self.cloud.list_any_names(bucket, root + start, self._client().s3_keys()):
                 name = meta["path"].removeprefix(root).removesuffix("/")
                 if not name and not meta["size"]:  # the marker of the store's own folder, or one called "/"
                     continue
@@ -407,16 +376,6 @@ class BucketStore(Store):
                 else:
                     usable.append({**meta, "path": name})
         return usable
-
-    def _s3_keys(self) -> Credentials | None:
-        """Return the keys for requests by boto3; None if the bucket is read without any.
-
-        Raises NoCredentials, and what the source of the credentials raises.
-        """
-        assert isinstance(self.cloud, S3)
-        keys = None if self.cloud.unsigned else require_credentials(self.credentials())
-        assert keys is None or isinstance(keys, Credentials)
-        return keys
 
     # The same store with another owner, cache, credentials or patience.
 
@@ -432,53 +391,6 @@ class BucketStore(Store):
 
     def fail_fast(self) -> BucketStore:
         return dataclasses.replace(self, retry_policy=FAIL_FAST)
-
-
-def _current_version(client: ObjectStore, path: str) -> UpdateVersion | None:
-    """Return the version of an object; None if there is none."""
-    meta = _if_found(lambda: client.head(path))
-    return meta and _version(meta)
-
-
-def _if_found(ask: Callable[[], T], within_s: float = 0.0) -> T | None:
-    """Return the result of ``ask``; None if the object does not exist, nor appears within ``within_s`` seconds.
-
-    Raises FileNotFoundError if there is no bucket, and any other error of ``ask``.
-    """
-    deadline = time.monotonic() + within_s
-    while True:
-        try:
-            return ask()
-        except FileNotFoundError as error:
-            if names_no_bucket(error):
-                raise
-            if time.monotonic() >= deadline:
-                return None
-        time.sleep(_LOOK_EVERY_S)
-
-
-def _version(meta: ObjectMeta) -> UpdateVersion:
-    """Return what identifies this version of an object: its ETag, and in Google's cloud its generation."""
-    version: UpdateVersion = {"e_tag": meta["e_tag"]}
-    if (generation := meta["version"]) is not None:
-        version["version"] = generation
-    return version
-
-
-def _put_unless_changed(client: ObjectStore, path: str, data: bytes, version: UpdateVersion | None) -> bool:
-    """Write an object if it still has ``version``, or, if that is None, only if there is no object yet.
-
-    Return True if it was written. A server without conditional writes writes it in any case.
-    """
-    try:
-        client.put(path, data, mode=version or "create")
-    except (AlreadyExistsError, PreconditionError):
-        return False
-    except Exception as error:
-        if http_status(error) != _NOT_IMPLEMENTED:
-            raise
-        client.put(path, data)
-    return True
 
 
 def _normalized(etag: str) -> str:

@@ -1,4 +1,4 @@
-"""A process's client for a prefix of a bucket: obstore with timeouts, certificates and current credentials."""
+"""A process's client for a prefix of a bucket: obstore with timeouts and credentials, and a check of the server."""
 
 # obstore's types refer to arro3, which is not installed.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -10,6 +10,7 @@ import ssl
 import threading
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,8 @@ from obstore.store import AzureStore, GCSStore, S3Store
 
 from raytrain.errors import StorageError
 from raytrain.storage.clouds.cloud import Cloud, is_loopback
-from raytrain.storage.credentials import CredentialCache, CredentialSource
+from raytrain.storage.clouds.s3 import S3
+from raytrain.storage.credentials import CredentialCache, Credentials, CredentialSource, require_credentials
 from raytrain.storage.retries_and_hedges import DEFAULT, INITIAL_WAIT_S, MAX_WAIT_S
 
 if TYPE_CHECKING:
@@ -42,6 +44,7 @@ RETRIES: RetryConfig = {
     },
 }
 _NO_RETRIES: RetryConfig = {**RETRIES, "max_retries": 0}
+_PAGE_CHECK_S = 5.0  # time in which the server must answer; after it, the check of its pages is left out
 
 
 @dataclass(frozen=True)
@@ -67,8 +70,8 @@ class BucketClient:
         self._lock = threading.Lock()
         self.credentials = CredentialCache(connection.credentials)
         self.obstore = self._connect()
-        self.pages_are_checked = False  # True once the server has shown that it says how a listing continues
-        self.names_per_page = 1000  # as in S3, or fewer, as the server has shown; a page with fewer is the last one
+        self._pages_are_checked = False  # True once the server has shown that it says how a listing continues
+        self._names_per_page = 1000  # as in S3, or fewer, as the server has shown; a page with fewer is the last one
 
     def renewed(self, refused: ObjectStore) -> ObjectStore:
         """Return an obstore that asks for new credentials, in place of ``refused``, whose credentials were refused.
@@ -95,6 +98,50 @@ class BucketClient:
             retry_config=RETRIES if self._connection.multipart else _NO_RETRIES,
             credential_provider=self.credentials,
         )
+
+    def check_pages(self) -> None:
+        """Raise StorageError if an S3 server does not say how a listing continues after its first page.
+
+        obstore would take such a page for the last one, or ask for it for ever, and no later request would show the
+        mistake. So boto3 requests the first two pages below the connection's URL, once in each process, both with and
+        without folders, as obstore does. A server that does not answer this within five seconds is left to the caller's
+        own request.
+        """
+        cloud, url = self._connection.cloud, self._connection.url
+        if not isinstance(cloud, S3) or self._pages_are_checked:
+            return
+        try:
+            # list_pages raises StorageError for such a server. A page that another one follows shows how many names the
+            # server puts into one.
+            keys = self.s3_keys()
+            for delimiter in ("", "/"):
+                pages = cloud.list_pages(
+                    *bucket_and_root(url), keys, delimiter, max_attempts=1, read_timeout_s=_PAGE_CHECK_S
+                )
+                for page in islice(pages, 2):
+                    if page.get("IsTruncated"):
+                        num_names = len(page.get("Contents", ())) + len(page.get("CommonPrefixes", ()))
+                        self._names_per_page = min(self._names_per_page, num_names)
+        except StorageError:
+            raise
+        except Exception:  # left to the caller's own request, which is retried and explained
+            return
+        self._pages_are_checked = True
+
+    def may_fill_a_page(self, num_names: int) -> bool:
+        """Return True if ``num_names`` names may be one page of S3 and not all. Other clouds have no such doubt."""
+        return isinstance(self._connection.cloud, S3) and num_names >= self._names_per_page
+
+    def s3_keys(self) -> Credentials | None:
+        """Return the keys for requests by boto3; None if the bucket, which is one of S3, is read without any.
+
+        Raises NoCredentials, and what the source of the credentials raises.
+        """
+        cloud = self._connection.cloud
+        assert isinstance(cloud, S3)
+        keys = None if cloud.unsigned else require_credentials(self._connection.credentials())
+        assert keys is None or isinstance(keys, Credentials)
+        return keys
 
 
 def client_options(cloud: Cloud) -> ClientConfig:
