@@ -114,13 +114,12 @@ def how_given(word: str) -> str:
     option = name if name in hints_of(TrainConfig) else option_known_as(name)
     if equals and option:
         return f"an option is given as {shlex.join([flag(option), value])}"
-    for is_it, what in (
-        ("://" in word or os.path.isdir(word), "images are given as --data"),
-        (re.search(r"\.py(:\w*)?$", word), "a loop of your own is given as --loop"),
-        (is_network(word), "a network is given as --model"),
-    ):
-        if is_it:
-            return f"{what} {shlex.quote(word)}"
+    if "://" in word or os.path.isdir(word):
+        return f"images are given as --data {shlex.quote(word)}"
+    if re.search(r"\.py(:\w*)?$", word):
+        return f"a loop of your own is given as --loop {shlex.quote(word)}"
+    if is_network(word):
+        return f"a network is given as --model {shlex.quote(word)}"
     return ""
 
 
