@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from raytrain.config.option_values import read_values
+
 Sampler = Literal["grid", "random", "tpe", "cmaes", "gp", "qmc"]
 """Who chooses the points: every combination, chance, or a sampler of Optuna's."""
 Pruner = Literal["median", "successive-halving", "hyperband"]
@@ -13,7 +15,10 @@ Pruner = Literal["median", "successive-halving", "hyperband"]
 
 @dataclass(frozen=True, kw_only=True)
 class SweepOptions:
-    """How a sweep chooses its points, and how long its trials train."""
+    """How a sweep chooses its points, and how long its trials train.
+
+    Raises UsageError if a value is not of its type, or no word that it may be.
+    """
 
     trials: int | None = None
     """Points to choose; by default every combination of values."""
@@ -30,3 +35,7 @@ class SweepOptions:
     """With --vary workers=1,2,4: compare the time to this value of --best; by default one 5 % worse than the best."""
     notify_trials: bool = False
     """Have --notify report how each trial ends, too, not only the sweep."""
+
+    def __post_init__(self) -> None:
+        # A program may give values of any type and any word, such as sampler="TPE".
+        read_values(self)

@@ -310,6 +310,9 @@ def test_a_log_that_does_not_fit_the_trials_is_begun_anew(
         ({"vary": {"seed": [[1, 2]]}}, 'vary is of type dict; give texts, as in vary=["learning-rate=0.1,0.01"'),
         ({"vary": ["seed=1,2", 3]}, "vary is of type list; give texts"),
         ({"vary": None}, "vary is of type NoneType; give texts"),
+        ({"sampler": "TPE", "trials": 2}, "--sampler is 'TPE' (did you mean tpe?); give grid, random, tpe"),
+        ({"pruner": "Median"}, "--pruner is 'Median' (did you mean median?); give median, successive-halving"),
+        ({"trials": 2.5}, "--trials is 2.5; give a whole number"),
         ({"vary": "seed=1,2", "track": ("tensorbord",)}, "There is no tracker 'tensorbord'"),
         (
             {"vary": "best=loss,accuracy", "best": "auroc"},
