@@ -17,13 +17,15 @@ from raytrain.errors import RaytrainError, UsageError, file_title
 
 _PACKAGE = os.path.join(Path(__file__).parents[1], "")  # with a slash: raytrain_loops/ beside it is the user's
 _LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+_PACKAGE_FOLDERS = ("/site-packages/", "/dist-packages/")  # also those of `pip install --user`, and Debian's own
 _MAX_LINE_CHARS = 120  # of a line of code that an error shows
 _NOT_TRANSIENT = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
 
 
 def is_of_user(file: str) -> bool:
     """Return True if code in ``file`` is neither raytrain's, nor Python's, nor that of an installed package."""
-    return not file.startswith((_PACKAGE, *_LIBRARIES))
+    is_installed = any(folder in file for folder in _PACKAGE_FOLDERS)
+    return not (is_installed or file.startswith((_PACKAGE, *_LIBRARIES)))
 
 
 def is_users_class(kind: type) -> bool:

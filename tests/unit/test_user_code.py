@@ -75,6 +75,22 @@ def test_files_beside_the_package_are_the_users() -> None:
     assert not is_of_user(str(package / "errors.py"))
 
 
+def test_an_error_in_a_package_of_the_users_own_folder_names_the_line_of_the_users(tmp_path: Path) -> None:
+    # `pip install --user` puts packages there, and a virtual environment may use those of Debian.
+    package = tmp_path / "home" / ".local" / "lib" / "python3.12" / "site-packages" / "blur.py"
+    package.parent.mkdir(parents=True)
+    package.write_text("def blur(size): raise ValueError('no such size')\n")
+    (tmp_path / "own.py").write_text("def make(blur):\n    return blur(3)\n")
+    blur, make = (
+        load_function("--transforms", f"{file}:{name}")
+        for file, name in ((package, "blur"), (tmp_path / "own.py", "make"))
+    )
+    with pytest.raises(ValueError, match="no such size") as raised:
+        make(blur)
+    assert describe(raised.value) == "ValueError: no such size (own.py, line 2: `return blur(3)`)"
+    assert not is_of_user("/usr/lib/python3/dist-packages/numpy/core.py")
+
+
 def test_a_file_is_executed_once_and_again_when_it_has_changed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
