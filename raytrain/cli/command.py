@@ -57,4 +57,19 @@ def confirmed(question: str) -> bool:
     """
     if not sys.stdin.isatty():
         raise UsageError(f"{one_line(question)} Nobody can be asked here; add --yes to answer with yes.")
-    return input(f"{one_line(question)} [y/N] ").strip().lower() in ("y", "yes")
+    return ask(f"{one_line(question)} [y/N] ") in ("y", "yes")
+
+
+def ask(question: str) -> str:
+    """Return what the person at the terminal answers, in small letters; empty text for Ctrl-D.
+
+    The question is on standard error, since standard output may be a file that gets the result of the command.
+
+    Example: ``ask("Stop the run? [y/N] ") == "y"``
+    """
+    print(question, end="", file=sys.stderr, flush=True)
+    try:
+        return input().strip().lower()
+    except EOFError:
+        print(file=sys.stderr)  # what is printed next begins a line
+        return ""

@@ -7,6 +7,7 @@ import io
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow.parquet
@@ -168,14 +169,20 @@ def test_a_tag_that_a_run_does_not_have_is_not_removed_in_silence(
     assert read_config(store).tag == tags
 
 
-def test_a_run_is_deleted_when_that_is_confirmed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_deleted_when_that_is_confirmed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     stored(tmp_path, "first")
     stored(tmp_path, "second")
     words = ["rm", "first", "--storage", str(tmp_path)]
     assert main(words) == 2  # nobody can be asked
-    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
-    monkeypatch.setattr("builtins.input", lambda question: "n")
-    assert main(words) == 1
+    capsys.readouterr()
+    for answer in ("n\n", ""):  # Ctrl-D gives none
+        monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True, readline=io.StringIO(answer).readline))
+        assert main([*words, "--json"]) == 1
+        printed = capsys.readouterr()
+        assert "Delete first from" in printed.err
+        assert json.loads(printed.out) == {"deleted": []}  # standard output may be a file
     assert len(list_runs(str(tmp_path))) == 2
     assert main(["rm", "first", *words[1:], "--yes"]) == 0  # whose name is given twice
     assert [run.name for run in list_runs(str(tmp_path))] == ["second"]

@@ -293,7 +293,7 @@ def test_who_is_asked_may_leave_the_run_running(
 ) -> None:
     answered = threading.Event()
     monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))
-    monkeypatch.setattr("builtins.input", lambda question: answered.set() or "l")
+    monkeypatch.setattr("builtins.input", lambda: answered.set() or "l")
     interrupt_during_the_log(client, until=answered.is_set)
     assert submit(tmp_path, "--name", "first") == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["status"] == "detached"
@@ -302,10 +302,10 @@ def test_who_is_asked_may_leave_the_run_running(
 
 @pytest.mark.not_quick
 def test_who_gives_no_answer_stops_the_run_as_the_question_says(
-    client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def ctrl_d(question: str) -> str:
-        assert "[s]" in question
+    def ctrl_d() -> str:
+        assert "[s]" in capsys.readouterr().err
         raise EOFError
 
     monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))

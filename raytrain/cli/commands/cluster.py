@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional, arg
 
-from raytrain.cli.command import Address, CommandResult, Flag, Storage
+from raytrain.cli.command import Address, CommandResult, Flag, Storage, ask
 from raytrain.cli.commands.training import sweep, train
 from raytrain.cli.parser import config_file_of, parse
 from raytrain.config import TrainConfig
@@ -205,7 +204,4 @@ def _wants_to_detach() -> bool:
     """Return True if the person at the terminal, who is asked, lets the run go on; without a terminal, it stops."""
     if not sys.stdin.isatty():
         return False
-    answer = ""
-    with suppress(EOFError):  # Ctrl-D
-        answer = input("\nStop the run with a checkpoint (s), or leave it running (l)? [s] ")
-    return answer.strip().lower().startswith("l")
+    return ask("\nStop the run with a checkpoint (s), or leave it running (l)? [s] ").startswith("l")
