@@ -121,10 +121,22 @@ def test_the_autoscaler_takes_spot_machines_first_and_others_if_there_are_none(
     tracker = NodeProviderAvailabilityTracker(timer=lambda: 0.0)
     for kind in unavailable:
         no_capacity = NodeLaunchException("InsufficientInstanceCapacity", "none left", None)
-        tracker.update_node_availability(kind, 0, no_capacity)
+        tracker.update_node_availability(of_cloud(kind, name), 0, no_capacity)
     scorer = functools.partial(script("on_demand_fallback").score, node_availability_summary=tracker.summary())
-    added, missing = get_nodes_for(with_resources(name), {}, "ray.head.default", 20, [asked], scorer)
-    assert (added, missing) == ({expected: 1}, [])
+    head = launcher_config(name)["head_node_type"]
+    added, missing = get_nodes_for(with_resources(name), {}, head, 20, [asked], scorer)
+    assert (added, missing) == ({of_cloud(expected, name): 1}, [])
+
+
+def of_cloud(node_type: str, name: str) -> str:
+    """The name that a file gives to a node type: Google's labels have no dots."""
+    return node_type if name == "aws.yaml" else node_type.replace(".", "_")
+
+
+def test_google_allows_the_names_of_node_types_as_labels() -> None:
+    config = launcher_config("gcp.yaml")
+    names = [config["cluster_name"], *config["available_node_types"]]
+    assert [name for name in names if not re.fullmatch(r"[a-z0-9_-]{1,63}", name)] == []
 
 
 @functools.cache
@@ -302,7 +314,7 @@ def test_the_bucket_removes_uploads_that_nobody_ends(empty_account: Any) -> None
 @pytest.mark.parametrize("name", ["aws.yaml", "gcp.yaml"])
 def test_no_task_runs_on_the_head(name: str) -> None:
     config = launcher_config(name)
-    assert config["available_node_types"]["ray.head.default"]["resources"] == {"CPU": 0}
+    assert config["available_node_types"][config["head_node_type"]]["resources"] == {"CPU": 0}
     assert all("--num-cpus" not in command for command in config["head_start_ray_commands"])
 
 
