@@ -29,7 +29,7 @@ def errors_of_loop(spec: RunSpec, run: Run) -> Iterator[None]:
     first_step = run.progress.step
     try:
         yield
-    except RaytrainError:
+    except (RaytrainError, KeyboardInterrupt):
         raise
     except BdbQuit as error:
         raise LoopFailed(
@@ -37,7 +37,7 @@ def errors_of_loop(spec: RunSpec, run: Run) -> Iterator[None]:
             "one, with --backend local --workers 1 in a terminal",
             restart_may_help=False,
         ) from error
-    except (Exception, SystemExit) as error:
+    except BaseException as error:  # also SystemExit, and what asyncio raises
         if lacks_memory(error):
             raise out_of_memory(run) from error
         if restart_may_help(error):

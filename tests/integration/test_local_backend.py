@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import signal
@@ -194,11 +195,11 @@ def test_an_agent_that_is_killed_too_often_fails_the_run(
     assert read_run(str(tmp_path), "run").status.status == "failed"
 
 
-def failing(run: Run, after: int = 1) -> None:
+def failing(run: Run, after: int = 1, kind: type[BaseException] = RuntimeError) -> None:
     print(f"worker {run.rank} of {run.world_size}")
     for number, batch in enumerate(train_on(run)):
         if number == after:
-            raise RuntimeError(f"this loop never works\nwith batch {batch.step}")
+            raise kind(f"this loop never works\nwith batch {batch.step}")
 
 
 def speaking(run: Run) -> None:
@@ -236,7 +237,7 @@ def train_on(run: Run) -> Iterator[Batch]:
 
 def test_a_loop_that_fails_twice_in_the_same_way_ends_the_run_with_its_own_words(data: Path, tmp_path: Path) -> None:
     expected = (
-        r"failed after step 1: RuntimeError: this loop never works \(test_local_backend.py, line \d+: `raise Runtime"
+        r"failed after step 1: RuntimeError: this loop never works \(test_local_backend.py, line \d+: `raise kind"
     )
     with pytest.raises(raytrain.TrainingFailed, match=expected):
         raytrain.train(options(data, tmp_path, max_failures=3), loop=failing)
@@ -248,12 +249,14 @@ def test_a_loop_that_fails_twice_in_the_same_way_ends_the_run_with_its_own_words
     assert "TrainingFailed: Run 'run' failed: its loop" in driver.text
 
 
-def test_a_mistake_in_the_first_step_of_a_loop_costs_one_start(data: Path, tmp_path: Path) -> None:
-    expected = (
-        r"its loop failed in its first step: RuntimeError: this loop never works \(test_local_backend.py, line \d+"
-    )
+@pytest.mark.parametrize("kind", [RuntimeError, asyncio.CancelledError])
+def test_a_mistake_in_the_first_step_of_a_loop_costs_one_start(
+    kind: type[BaseException], data: Path, tmp_path: Path
+) -> None:
+    name = kind.__name__
+    expected = rf"its loop failed in its first step: {name}: this loop never works \(test_local_backend.py, line \d+"
     with pytest.raises(raytrain.TrainingFailed, match=rf"{expected}.*It has made no step"):
-        raytrain.train(options(data, tmp_path, max_failures=3), loop=partial(failing, after=0))
+        raytrain.train(options(data, tmp_path, max_failures=3), loop=partial(failing, after=0, kind=kind))
     [driver] = LogReader(open_store(f"{tmp_path}/run"), DRIVER).read()
     assert "worker_failed" not in driver.text, "nothing was started again"
 
