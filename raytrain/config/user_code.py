@@ -19,6 +19,7 @@ _PACKAGE = os.path.join(Path(__file__).parents[1], "")  # with a slash: raytrain
 _LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 _PACKAGE_FOLDERS = ("/site-packages/", "/dist-packages/")  # also those of `pip install --user`, and Debian's own
 _MAX_LINE_CHARS = 120  # of a line of code that an error shows
+_MAX_MESSAGE_CHARS = 1000  # of an exception's message: some hold the values of an array
 _NOT_TRANSIENT = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
 
 
@@ -79,7 +80,8 @@ def describe(error: BaseException) -> str:
     first_line = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
     # The message of a SyntaxError names its line already.
     line = "" if isinstance(error, SyntaxError) else users_line(traceback.extract_tb(error.__traceback__))
-    return f"{type(error).__name__}: {first_line.rstrip('.')}{f' ({line})' if line else ''}"
+    message = _first_words(first_line.rstrip("."), _MAX_MESSAGE_CHARS)
+    return f"{type(error).__name__}: {message}{f' ({line})' if line else ''}"
 
 
 def users_line(frames: traceback.StackSummary) -> str:
@@ -98,10 +100,16 @@ def line_of(file: str, number: int) -> str:
 
     Example: ``my_loop.py, line 12: `loss.backward(1)```
     """
-    text = linecache.getline(file, number).strip()
-    if len(text) > _MAX_LINE_CHARS:  # cut between words: a part of a secret would not be found any more and redacted
-        text = f"{text[:_MAX_LINE_CHARS].rpartition(' ')[0]} …"
+    text = _first_words(linecache.getline(file, number).strip(), _MAX_LINE_CHARS)
     return f"{file_title(file)}, line {number}{f': `{text}`' if text else ''}"
+
+
+def _first_words(text: str, num_chars: int) -> str:
+    """Return a text, or of a longer one the words of its first ``num_chars`` characters.
+
+    It is cut between words: a part of a secret would not be found any more and redacted.
+    """
+    return text if len(text) <= num_chars else f"{text[:num_chars].rpartition(' ')[0]} …"
 
 
 def trace_of(error: BaseException) -> str:

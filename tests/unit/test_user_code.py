@@ -58,6 +58,10 @@ def test_a_network_of_the_users_that_cannot_be_built_is_said_with_its_line(tmp_p
         build_model(f"{tmp_path}/network.py:build", 3, 3, seed=0)
 
 
+def test_of_a_long_message_an_error_has_the_first_words() -> None:
+    assert describe(ValueError("0.125 " * 100_000)) == f"ValueError: {'0.125 ' * 166}…"
+
+
 def _names_classes(run: Any) -> Any:
     return torch.zeros(len(run.classes))
 
