@@ -7,6 +7,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group, RenderableType
@@ -52,7 +53,9 @@ _LINES_BESIDE_TRIALS = 8  # of the live table: headings, the plan, counts and th
 _BEST, _OTHER = ORANGE, "#8fb7d9"  # colours of the best trial, and of the others
 _PANELS_PER_ROW = 3  # of the plots over options
 _FEW_VALUES = 5  # up to this many values, each one is labelled
-_DECADES = 1.5  # values that span more powers of ten have a logarithmic axis
+_DECADES = 1.0  # values that span more powers of ten have a logarithmic axis
+_FIGURE_INCHES = 9.0  # the width of the figure
+_DIGIT_INCHES = 0.09  # the width of a digit below an axis
 
 
 @takes_config
@@ -363,7 +366,7 @@ def sweep_figure(result: SweepResult) -> Figure:
     names = list(trials[0].values)
     num_rows = math.ceil(len(names) / _PANELS_PER_ROW)
     best = [f"    best: {trial.name}, {as_typed(trial.values)}" for trial in trials if trial.name == result.best]
-    figure = titled_figure("".join([result.name, *best]), 9, 4.5 + 3 * num_rows)
+    figure = titled_figure("".join([result.name, *best]), _FIGURE_INCHES, 4.5 + 3 * num_rows)
     subfigures: Any = figure.subfigures(2, 1, height_ratios=(4.5, 3 * num_rows))
     above, below = subfigures
     _draw_curves(above.add_subplot(), trials, result.best)
@@ -400,12 +403,18 @@ def _draw_values_by_option(axes: Axes, trials: Sequence[TrialResult], name: str,
     numbers = [value for value in values if isinstance(value, (int, float)) and not isinstance(value, bool)]
     xs: Sequence[float]
     if len(numbers) == len(values):
-        # Numbers: on a logarithmic axis if they span more than 1.5 decades, else each with a tick if they are few.
+        # Numbers: on a logarithmic axis if they span more than a decade, else each with a tick if they are few and far
+        # enough from each other for their labels.
         xs = numbers
+        ticks = sorted(set(numbers))
+        labels = [shown(number) for number in ticks]
+        inches = _FIGURE_INCHES * axes.get_position().width
+        gap = min((after - before for before, after in pairwise(ticks)), default=math.inf)
+        label_fraction = (max(map(len, labels)) + 1) * _DIGIT_INCHES / inches
         if min(numbers) > 0 and math.log10(max(numbers) / min(numbers)) > _DECADES:
             axes.set_xscale("log")
-        elif len(set(numbers)) <= _FEW_VALUES:
-            axes.set_xticks(sorted(set(numbers)), [shown(number) for number in sorted(set(numbers))])
+        elif len(ticks) <= _FEW_VALUES and gap >= label_fraction * (ticks[-1] - ticks[0]):
+            axes.set_xticks(ticks, labels)
         elif all(isinstance(number, int) for number in numbers):
             whole_ticks(axes)
     else:

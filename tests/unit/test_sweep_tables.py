@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -183,3 +184,16 @@ def test_the_figure_has_the_curves_of_all_trials_and_a_panel_for_each_varied_opt
     assert [panel.get_xlabel() for panel in panels] == ["learning-rate", "optimizer", "epochs"]
     assert [panel.get_xscale() for panel in panels] == ["log", "linear", "linear"]
     assert np.asarray(panels[0].collections[0].get_offsets()).shape == (4, 2)
+
+
+def test_the_values_below_a_panel_of_the_figure_do_not_overlap() -> None:
+    rates, sizes = (0.1099, 0.1053, 0.4885, 0.8622), (64, 128, 192, 256)
+    points = [{"learning_rate": rate, "batch_size": size} for rate, size in zip(rates, sizes, strict=True)]
+    trials = [replace(trial, values=point) for trial, point in zip(result().trials, points, strict=False)]
+    figure = sweep_figure(replace(result(), trials=tuple(trials)))
+    figure.draw_without_rendering()
+    _, *panels = [axes for part in figure.subfigs for axes in part.axes]
+    for panel in panels:
+        boxes = [label.get_window_extent() for label in panel.get_xticklabels()]
+        assert all(before.x1 < after.x0 for before, after in pairwise(boxes))
+    assert [label.get_text() for label in panels[1].get_xticklabels()] == ["64", "128", "192", "256"]
