@@ -76,6 +76,7 @@ def _quick_process() -> None:
     """Compute with one thread, as several only wait for each other with arrays this small."""
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
+    gc.freeze()  # otherwise the first collections would look at all that has been imported, for a second each
     gc.enable()
     # Libraries complain of objects that exist at the very end. Pytest's own five collections come before that.
     atexit.register(gc.unfreeze)
