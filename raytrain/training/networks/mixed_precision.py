@@ -48,22 +48,15 @@ def mixed_precision(precision: str, device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, dtype or torch.bfloat16, enabled=dtype is not None, cache_enabled=False)
 
 
-def full_precision(device: torch.device) -> torch.autocast:
-    """Return a context without autocast, for computations after a forward.
-
-    A backward needs no context, since it computes in the dtypes of its forward.
-    """
-    return torch.autocast(device.type, torch.bfloat16, enabled=False)
-
-
 def _convolve(forward: Callable[[Tensor], Tensor], stride: int, input: Tensor) -> Tensor:
     """Compute the convolution ``forward`` of a layer; on a CPU, in float32 if maps are narrower than its ``stride``.
 
-    For such maps, torch's CPU kernels give wrong gradients in bfloat16.
+    For such maps, torch's CPU kernels give wrong gradients in bfloat16. The backward needs no such context, since it
+    computes in the dtypes of its forward.
     """
     if input.device.type != "cpu" or input.shape[-1] >= stride:
         return forward(input)
-    with full_precision(input.device):
+    with torch.autocast("cpu", torch.bfloat16, enabled=False):
         return forward(input.float())
 
 
