@@ -44,6 +44,8 @@ LISTED_OPTIONS = ("model", "epochs", "learning_rate", "schedule", "batch_size", 
 _NUM_FILES_SHOWN = 20
 _NUM_SKIPPED_SHOWN = 5
 _LEFT = ("name", "trial", "recipe", "status", "tags")  # columns of words, which are aligned to the left
+_NAMES = ("name", "trial")
+_MIN_WRAPPED = 12  # characters: a column that is wrapped stays as wide, so that numbers are in one line
 _LESS_IMPORTANT = ("time", "step", "tags", "recipe", "heartbeat", "epoch", "last\naccuracy")
 """Columns that are left out if there is no room, the first one first."""
 _WIDE = 1000  # characters: wider than any table
@@ -160,18 +162,19 @@ class FittingTable:
 def rows_table(*columns: Column) -> Table:
     """Return a table of ``columns``, with a row for each run or trial.
 
-    A heading that is a Text may be wrapped on a narrow screen; a column of numbers stays as wide as its cells.
+    On a narrow screen, the names of runs are wrapped, and columns whose heading is a Text; all others stay as wide as
+    their cells. A name must not be cut: those of a project often differ in their ends alone.
     """
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for heading, cells in columns:
-        is_of_words = str(heading) in _LEFT
-        may_wrap = isinstance(heading, Text)
+        may_wrap = isinstance(heading, Text) or heading in _NAMES
         table.add_column(
             heading,
-            justify="left" if is_of_words else "right",
+            justify="left" if str(heading) in _LEFT else "right",
             vertical="bottom",
-            min_width=max(map(len, cells), default=0) if may_wrap and not is_of_words else None,
+            min_width=min(max(map(len, cells), default=0), _MIN_WRAPPED) if may_wrap else None,
             no_wrap=not may_wrap,
+            overflow="fold" if may_wrap else "ellipsis",
         )
     for row in zip(*(cells for _, cells in columns), strict=True):
         add_row(table, *row)

@@ -174,6 +174,17 @@ def test_no_value_is_cut_on_a_narrow_screen() -> None:
     assert "…" not in "".join(lines)
 
 
+def test_long_names_and_values_are_wrapped_and_numbers_stay_whole() -> None:
+    values: dict[str, Any] = {"model": "timm:convnext_tiny.fb_in22k_ft_in1k_384", "learning_rate": 0.0001}
+    trained = TrialResult(name="resnet50-imagenet-subset-cosine-mixup-00", values=values, run_dir="", value=0.7512)
+    seen = text(live_table(SweepSnapshot(trials=(trained,)), 10), width=80)
+    _, _, rows = seen.partition("─\n")
+    words = [line.split() for line in rows.splitlines() if len(line.split()) > 1][:-1]
+    assert "".join(row[0] for row in words) == trained.name
+    assert "".join(row[1] for row in words) == values["model"]
+    assert words[-1][2] == "0.0001" and "0.7512" in words[-1] and "…" not in seen
+
+
 def test_the_figure_has_the_curves_of_all_trials_and_a_panel_for_each_varied_option(tmp_path: Path) -> None:
     figure = sweep_figure(result())
     file = tmp_path / "sweep.png"
