@@ -355,7 +355,7 @@ def test_the_file_of_a_form_is_taken_byte_for_byte(boundary: str) -> None:
     from raytrain.launch.ray import model_server
 
     content = bytes(range(256)) + b"\r\n\r\n--xy\r\n"
-    field = b'--xyz\r\nContent-Disposition: form-data; name="note"\r\n\r\nhello\r\n'
+    field = b'--xyz\r\nContent-Disposition: form-data; name="filename"\r\n\r\nhello\r\n'  # a text, whatever its name
     file = (
         b'--xyz\r\nContent-Disposition: form-data; name="file"; filename="a.png"\r\n\r\n' + content + b"\r\n--xyz--\r\n"
     )

@@ -46,6 +46,7 @@ from raytrain.storage.clouds.cloud import is_loopback_host
 _MAX_BYTES = 64 << 20  # of one image file
 MAX_HELD_BYTES = 512 << 20  # of all image files that a replica holds at a time
 _MAX_PARTS, _MAX_PART_HEADERS = 64, 8 << 10  # of a form: parts that are searched for a file, and bytes of their headers
+_FILE_NAME = re.compile(rb";\s*filename\*?\s*=", re.IGNORECASE)  # in the headers of a part, which is a file then
 _MAX_BATCH, _BATCH_WAIT_S = 64, 0.005
 _MAX_WAITING = 256  # requests that a replica holds; Serve keeps the others until it has answered some
 _ANSWERS_WITHIN_S, _ASK_EVERY_S = 30.0, 0.2
@@ -171,7 +172,7 @@ def posted_file(content_type: str, body: bytes | bytearray) -> bytes:
         delimiter_at = body.find(delimiter, start)
         end = len(body) if delimiter_at == -1 else delimiter_at
         content_at = body.find(b"\r\n\r\n", start, min(end, start + _MAX_PART_HEADERS))
-        if content_at != -1 and b"filename" in body[start:content_at].lower():
+        if content_at != -1 and _FILE_NAME.search(body, start, content_at):
             files.append(slice(content_at + 4, end))
     if not files and delimiter_at == -1:
         raise RefusedRequest(400, "the form has no file; send one, as in curl -F file=@IMAGE.jpg")
