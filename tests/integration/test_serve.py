@@ -241,6 +241,31 @@ def test_a_run_that_is_served_is_refused_until_its_command_has_ended_in_whatever
         assert serve.status().applications == {}
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("ray_cluster")
+def test_serving_waits_for_room_in_the_cluster_and_a_signal_ends_that(runs: Path) -> None:
+    import ray
+    from ray import serve
+
+    others = ray.util.placement_group([{"CPU": 2}])
+    assert others.wait(60)
+    words = ["--storage", str(runs), "--port", str(free_port()), "--address", ray.get_runtime_context().gcs_address]
+    command = [sys.executable, "-m", "raytrain", "serve", "first", *words]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr is not None
+        lines = (line for line in process.stderr if "not served yet" in line)
+        assert "each of its networks takes 1 CPU, and the cluster has 0 CPUs free" in next(lines)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+        assert serve.status().applications == {}
+    finally:
+        process.kill()
+        process.wait()
+        serve.shutdown()
+        ray.util.remove_placement_group(others)
+
+
 class StoppedSignals(StopSignals):
     """Signals of which one has arrived before the network was loaded."""
 
@@ -248,18 +273,22 @@ class StoppedSignals(StopSignals):
 
 
 def test_what_a_killed_command_has_served_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ray import serve
+
     from raytrain.launch.ray import model_server
 
-    applications: dict[str, str] = {}
+    applications: dict[str, Any] = {}
 
-    def run(application: str, name: str, route_prefix: str) -> None:
-        applications[name] = application
+    def run_many(targets: list[Any], wait_for_applications_running: bool) -> None:
+        (target,) = targets
+        applications[target.name] = SimpleNamespace(url=target.target, status="RUNNING")
 
     served_here = SimpleNamespace(
         deployment=lambda **_: lambda replica: SimpleNamespace(bind=lambda model, *_: model.store.url),
         start=lambda **_: None,
         status=lambda: SimpleNamespace(applications=applications),
-        run=run,
+        run_many=run_many,
+        RunTarget=serve.RunTarget,
         delete=lambda name: applications.pop(name, None),
     )
     monkeypatch.setattr(model_server, "serve", served_here)
@@ -267,16 +296,20 @@ def test_what_a_killed_command_has_served_is_replaced(monkeypatch: pytest.Monkey
     monkeypatch.setattr(model_server, "wait_until_loaded", lambda host, port, run, signals: f"/{run}")
     placement: Any = SimpleNamespace(num_workers=1, cpus=1.0, device="cpu", threads=1)
 
-    def serve(name: str, url: str) -> Any:
+    def served_run(name: str, url: str) -> Any:
         model: Any = SimpleNamespace(run=name, store=SimpleNamespace(url=url))
         return model_server.serving(model, placement, "127.0.0.1", 8000, StopSignals())
 
-    killed = serve("first", "s3://mine/first")
+    killed = served_run("first", "s3://mine/first")
     killed.__enter__()  # and its command comes to no end of its own
-    with serve("first-2", "s3://yours/first-2"), serve("2", "s3://yours/2"):
+    with served_run("first-2", "s3://yours/first-2"), served_run("2", "s3://yours/2"):
         assert len(applications) == 3
-        with serve("first", "s3://yours/first"):
-            assert sorted(applications.values()) == ["s3://yours/2", "s3://yours/first", "s3://yours/first-2"]
+        with served_run("first", "s3://yours/first"):
+            assert sorted(each.url for each in applications.values()) == [
+                "s3://yours/2",
+                "s3://yours/first",
+                "s3://yours/first-2",
+            ]
     assert not applications
 
 

@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import json
 import logging
+import math
 import re
 import socket
 import time
@@ -34,7 +35,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from raytrain.data.images.crop_box import Pixels
 from raytrain.data.images.decode_process import DecodeProcess
 from raytrain.data.images.image_format import BadImage
-from raytrain.errors import UsageError
+from raytrain.errors import UsageError, format_count
 from raytrain.launch.placement import Placement
 from raytrain.launch.ray.nodes import ClusterNode, run_on_each_node
 from raytrain.launch.ray.private_api import asks_for_token, bind_replica, can_bind_replica, check_serve
@@ -50,6 +51,7 @@ _FILE_NAME = re.compile(rb";\s*filename\*?\s*=", re.IGNORECASE)  # in the header
 _MAX_BATCH, _BATCH_WAIT_S = 64, 0.005
 _MAX_WAITING = 256  # requests that a replica holds; Serve keeps the others until it has answered some
 _ANSWERS_WITHIN_S, _ASK_EVERY_S = 30.0, 0.2
+_REPORT_AFTER_S = 15.0
 _PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
     "img-src blob:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -247,10 +249,13 @@ def serving(model: ServedModel, placement: Placement, host: str, port: int, sign
             same_run = re.compile(rf"raytrain-{re.escape(model.run)}-[0-9a-f]{{16}}")
             for left in filter(same_run.fullmatch, list(serve.status().applications)):
                 serve.delete(left)
+            # `serve.run` would wait for room without an end, and no signal could end that.
             try:
-                serve.run(application, name=name, route_prefix="/")
+                serve.run_many([serve.RunTarget(application, name, "/")], wait_for_applications_running=False)
             except RayServeException:  # another run is served at / already
-                serve.run(application, name=name, route_prefix=f"/{model.run}")
+                target = serve.RunTarget(application, name, f"/{model.run}")
+                serve.run_many([target], wait_for_applications_running=False)
+            _wait_for_replicas(name, model.run, placement, signals)
         except (RuntimeError, RayServeException, RayError) as error:
             # If a replica raised an error, that says more than Serve's own.
             status = serve.status().applications.get(name)
@@ -268,6 +273,32 @@ def _not_started(run: str, reason: str) -> str:
     return f"Ray Serve could not start run {run!r}: {reason.rstrip('.')}."
 
 
+def _wait_for_replicas(application: str, run: str, placement: Placement, signals: StopSignals) -> None:
+    """Wait until the replicas of a run, which Serve knows as ``application``, have started, or until a stop request.
+
+    There is no limit: other jobs may use the cluster for long. A line says so after 15 seconds. Raises RuntimeError if
+    Serve gives up.
+    """
+    report_at = time.monotonic() + _REPORT_AFTER_S
+    while signals.stop_request is None:
+        state = serve.status().applications[application]
+        if state.status == "RUNNING":
+            return
+        if state.status == "DEPLOY_FAILED":
+            raise RuntimeError(state.message)
+        if time.monotonic() > report_at:
+            report_at = math.inf
+            free = ray.available_resources()
+            kinds = {"CPU": placement.cpus, **({"GPU": 1} if placement.device == "cuda" else {})}
+            logging.getLogger("raytrain").warning(
+                "%s is not served yet: each of its networks takes %s, and the cluster has %s free; waiting for room …",
+                run,
+                " and ".join(format_count(number, kind) for kind, number in kinds.items()),
+                " and ".join(format_count(free.get(kind, 0.0), kind) for kind in kinds),
+            )
+        time.sleep(_ASK_EVERY_S)
+
+
 def wait_until_loaded(host: str, port: int, run: str, signals: StopSignals) -> str:
     """Return the URL of a served run once its network is loaded.
 
@@ -278,7 +309,7 @@ def wait_until_loaded(host: str, port: int, run: str, signals: StopSignals) -> s
     url = f"http://{head if host == '0.0.0.0' else host}:{port}/{run}"
     # Report the wait, unless the network is loaded already.
     try:
-        if not _is_loaded(url, run):
+        if signals.stop_request is None and not _is_loaded(url, run):
             logging.getLogger("raytrain").warning("loading the network of %s; until then, %s answers 503 …", run, url)
             while signals.stop_request is None and not _is_loaded(url, run):
                 time.sleep(_ASK_EVERY_S)
