@@ -308,7 +308,7 @@ def test_nothing_but_the_sentence_is_printed_if_a_worker_is_killed(
     ("loop", "expected"),
     [
         (partial(leaving, code=0, num_workers=2), "worker [01] exited with code 0 before its loop had returned"),
-        (partial(leaving, code=3, num_workers=1), "worker 0 exited with code 3 before its loop had returned"),
+        (partial(leaving, code=1, num_workers=1), "worker 0 exited with code 1 before its loop had returned"),
     ],
 )
 def test_nothing_but_the_sentence_is_printed_if_workers_leave(

@@ -51,7 +51,7 @@ from raytrain.training.script_logging import LoggedRecord, log_as
 _SHUTDOWN_S = 5  # that workers have to end after SIGTERM
 _POLL_S = 20.0  # after which a worker asks again whether the run is to stop
 _SET_CHILD_SUBREAPER = 36  # of linux/prctl.h
-_FAILED = 1  # exit code of a worker that has reported its error to the coordinator
+_FAILED = 201  # exit code of a worker that has reported its error to the coordinator; hardly any loop exits with it
 
 
 def main() -> None:
