@@ -41,6 +41,8 @@ sys.dont_write_bytecode = False
 
 _NEW_AGENT, _NEW_DECODER = AgentProcess.__init__, NewProcess.__init__
 
+_cluster = ExitStack()  # ends the cluster of this process
+
 _collecting = ExitStack()
 _collecting.enter_context(lean_imports())  # test modules import Ray, which takes twice as long with that package
 
@@ -180,8 +182,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the tests on the session's Ray cluster last: the others need a process that is connected to no cluster."""
-    items.sort(key=_needs_ray)
+    """Run the tests on the session's Ray cluster first: one process has them all, while the others have work."""
+    items.sort(key=_needs_ray, reverse=True)
     for item in items:
         if is_quick(item):
             item.add_marker(pytest.mark.quick)
@@ -192,6 +194,16 @@ def pytest_collection_finish() -> None:
     _collecting.close()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(nextitem: pytest.Item | None) -> Iterator[None]:
+    """End the cluster after the last test on it: the others need a process that is connected to none."""
+    try:
+        yield
+    finally:
+        if nextitem is None or not _needs_ray(nextitem):
+            _cluster.close()
+
+
 def _needs_ray(item: pytest.Item) -> bool:
     backend = (
         item.callspec.params.get("backend") if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ""
@@ -200,14 +212,12 @@ def _needs_ray(item: pytest.Item) -> bool:
 
 
 @pytest.fixture(scope="session")
-def ray_cluster() -> Iterator[None]:
+def ray_cluster() -> None:
     """Start a local Ray cluster with 2 CPUs and no AWS configuration, and connect this process to it."""
     with pytest.MonkeyPatch.context() as monkeypatch, lean_imports():
         _forget_clouds(monkeypatch)
         monkeypatch.setenv("PYTHONPATH", lean(os.environ)["PYTHONPATH"])
-        stop_ray = _start_ray()
-    yield
-    stop_ray()
+        _cluster.callback(_start_ray())
 
 
 def _start_ray() -> Callable[[], None]:

@@ -1,4 +1,4 @@
-"""How pytest shares the tests out: whole files to each process, those on a cluster last; some runs stay in one."""
+"""How pytest shares the tests out: whole files to each process, those on a cluster to one; some runs stay in one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.helpers.file_by_file import FileByFile, num_processes
 
 def pytest_xdist_auto_num_workers(config): return num_processes(config)
 def pytest_xdist_make_scheduler(config, log): return FileByFile(config, log)
-def pytest_collection_modifyitems(items): items.sort(key=lambda item: "on_ray" in item.name)
+def pytest_collection_modifyitems(items): items.sort(key=lambda item: "on_ray" not in item.name)
 """
 SETTINGS = """
 [pytest]
@@ -58,14 +58,15 @@ def run(folder: Path, *words: str) -> str:
     return done.stdout
 
 
-def test_each_process_gets_whole_files_and_those_on_a_cluster_last(folder: Path) -> None:
+def test_each_process_gets_whole_files_and_one_has_all_on_a_cluster_first(folder: Path) -> None:
     kinds_of_process, processes_of_file = defaultdict[str, list[str]](list), defaultdict[tuple[str, str], set[str]](set)
     for process, file, kind in re.findall(r"\[(gw\d)\] .*PASSED (\w+)\.py::(\w+)", run(folder)):
         kinds_of_process[process].append(kind)
         processes_of_file[file, kind].add(process)
     assert len(kinds_of_process) == min(max(3, cores() // 2), 4) and sum(map(len, kinds_of_process.values())) == 4 * 8
-    assert all(kinds == sorted(kinds, reverse=True) for kinds in kinds_of_process.values()), "plain before on_ray"
+    assert all(kinds == sorted(kinds) for kinds in kinds_of_process.values()), "on_ray before plain"
     assert all(len(processes) == 1 for processes in processes_of_file.values())
+    assert sum("test_on_ray" in kinds for kinds in kinds_of_process.values()) == 1
 
 
 @pytest.mark.parametrize(
