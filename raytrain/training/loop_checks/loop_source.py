@@ -85,6 +85,17 @@ def with_inner_code(code: CodeType) -> Iterator[CodeType]:
             yield from with_inner_code(constant)
 
 
+def text_of(code: CodeType) -> tuple[list[str], int]:
+    """Return the lines of ``code``, and the number of the first in its file; raise an OSError if they are not known.
+
+    :mod:`inspect` would look for the file ``<string>``, from which the methods of a dataclass are said to be, among all
+    modules each time, which takes milliseconds.
+    """
+    if code.co_filename == "<string>" and not linecache.getlines(code.co_filename):
+        raise OSError("could not get source code")
+    return inspect.getsourcelines(code)
+
+
 def source_lines(function: Any) -> dict[str, SourceLines]:
     """Return the lines of ``function`` and of the user's functions that it leads to, by file.
 
@@ -95,7 +106,7 @@ def source_lines(function: Any) -> dict[str, SourceLines]:
     for code, _ in own_code(function):
         numbers = {number for _, _, number in code.co_lines() if number}
         with suppress(*NO_SOURCE):
-            function_lines, first = inspect.getsourcelines(code)
+            function_lines, first = text_of(code)
             numbers.update(range(first, first + len(function_lines)))
         lines.setdefault(code.co_filename, {}).update(
             (number, text) for number in numbers if (text := linecache.getline(code.co_filename, number))

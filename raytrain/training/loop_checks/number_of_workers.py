@@ -9,7 +9,6 @@ The text of the loop and of the user's functions that it calls shows it, in the 
 from __future__ import annotations
 
 import ast
-import inspect
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 
 from raytrain.config.user_code import line_of
-from raytrain.training.loop_checks.loop_source import own_code
+from raytrain.training.loop_checks.loop_source import own_code, text_of
 from raytrain.training.loop_checks.numbered_batches import names_computed_with, sets_rate
 from raytrain.training.loop_checks.searching import searching
 
@@ -44,7 +43,7 @@ def notes_on_number_of_workers(loop: Callable[..., Any]) -> Iterator[str]:
     for code, namespace in own_code(loop):
         notes = list[str]()
         with searching("whether a rate or a loss is computed with the number of workers"):
-            lines, first = inspect.getsourcelines(code)
+            lines, first = text_of(code)
             tree = _WithNumber().visit(ast.parse(textwrap.dedent("".join(lines))))
             uses = _uses(tree, namespace)
             notes = [note.format(line=line_of(code.co_filename, first + number - 1)) for note, number in uses]
