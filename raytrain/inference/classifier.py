@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Callable, Iterable, Sequence, Set
+from itertools import islice
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias, cast, overload
 
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from raytrain.training.run import Run
 
 AnImage: TypeAlias = "str | os.PathLike[str] | bytes | bytearray | BinaryIO | Image.Image | npt.NDArray[Any] | Tensor"
+_BATCH_SIZE = 64  # images that the network sees at a time
 _CHANNELS = (1, 3, 4)  # of arrays: grey, RGB and RGBA
 
 
@@ -123,8 +125,11 @@ class Classifier(nn.Module):
         """Predict the likeliest class of an image and its probability, also if an image may have several classes.
 
         An image is a path or URL, the bytes of a file, an open file, an image of Pillow, or an array or tensor of
-        pixels: (H, W) or (H, W, C), uint8 or from 0 to 1; a tensor may be (C, H, W). Several images, also (B, …), give
-        a list.
+        pixels: (H, W) or (H, W, C), uint8 or from 0 to 1; a tensor may be (C, H, W). Several images, also (B, …) or a
+        generator, give a list.
+
+        Files are decoded as ``predict`` does. Pillow decodes a whole JPEG, and ``predict`` a large one at a fraction of
+        its size, so the probability of an image that Pillow has opened may differ in the third digit.
 
         Raise UsageError if something is none of these or cannot be decoded, StorageError if a file cannot be read.
 
@@ -162,13 +167,14 @@ class Classifier(nn.Module):
 
     def _probabilities_of(self, images: AnImage | Iterable[AnImage]) -> Tensor:
         """Return the probability of each class for one or several images of any kind, float64 (n, num_classes)."""
-        # Images are decoded on the CPU, one after the other, and classified together where the network is.
-        several = cast("Iterable[AnImage]", (images,) if _is_one(images) else images)
-        pixels = [self._pixels(image) for image in several]
-        if not pixels:
-            return torch.zeros((0, len(self.classes)), dtype=torch.float64)
+        # Images are decoded on the CPU, one after the other, and classified where the network is, a few at a time: all
+        # photographs of a folder at once would need more memory than there is.
+        several = iter(cast("Iterable[AnImage]", (images,) if _is_one(images) else images))
         device = next(self.network.parameters()).device
-        return self.probabilities(torch.from_numpy(np.stack(pixels)).to(device))
+        batches = [torch.zeros((0, len(self.classes)), dtype=torch.float64)]
+        while pixels := [self._pixels(image) for image in islice(several, _BATCH_SIZE)]:
+            batches.append(self.probabilities(torch.from_numpy(np.stack(pixels)).to(device)).cpu())
+        return torch.cat(batches)
 
     def _pixels(self, image: AnImage) -> Pixels:
         """Return one image of any kind as the network takes it, uint8 (H, W, C).

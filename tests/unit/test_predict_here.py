@@ -301,6 +301,17 @@ def test_one_image_is_classified_whatever_it_is(trained: Path, images: Path) -> 
     assert model.classify([]) == []
 
 
+def test_any_number_of_images_is_classified_a_few_at_a_time(trained: Path, images: Path) -> None:
+    model = raytrain.load("first", storage=str(trained))
+    seen: list[int] = []
+    model.network.register_forward_pre_hook(lambda network, inputs: seen.append(len(inputs[0])))
+    answers = model.classify(images / "cat" / f"{number % 8}.png" for number in range(150))
+    assert seen == [64, 64, 22]
+    assert [label for label, _ in answers] == [label for label, _ in answers[:8]] * 18 + [
+        label for label, _ in answers[:6]
+    ]
+
+
 @pytest.mark.parametrize(
     ("image", "sentence"),
     [
