@@ -280,7 +280,7 @@ def _as_pt2(classifier: Classifier, run: str) -> tuple[bytes, RunFile]:
 def _as_onnx(classifier: Classifier, run: str) -> tuple[bytes, RunFile]:
     """Return the network as an ONNX file, preprocessing included, and a function that runs this file on the CPU.
 
-    Raises UsageError if a package for ONNX is missing.
+    Raises UsageError if a package for ONNX is missing, or ONNX lacks something that the network needs.
     """
     if missing := [name for name in ("onnxscript", "onnxruntime") if importlib.util.find_spec(name) is None]:
         raise UsageError(
@@ -292,13 +292,20 @@ def _as_onnx(classifier: Classifier, run: str) -> tuple[bytes, RunFile]:
 
     # ONNX keeps the names of the classes and the preprocessing as texts in its metadata.
     program = _trace(classifier, run)
-    exported = torch.onnx.export(program, dynamo=True, input_names=["images"], output_names=["logits"], verbose=False)
-    assert exported is not None
-    exported.model.metadata_props["classes"] = json.dumps(classifier.classes)
-    exported.model.metadata_props["preprocessing"] = json.dumps(preprocessing(classifier))
-
-    content = exported.model_proto.SerializeToString()
-    session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
+    try:
+        exported = torch.onnx.export(
+            program, dynamo=True, input_names=["images"], output_names=["logits"], verbose=False
+        )
+        assert exported is not None
+        exported.model.metadata_props["classes"] = json.dumps(classifier.classes)
+        exported.model.metadata_props["preprocessing"] = json.dumps(preprocessing(classifier))
+        content = exported.model_proto.SerializeToString()
+        session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
+    except Exception as error:  # both packages raise many kinds
+        raise UsageError(
+            f"The network of run {run!r} cannot be a file of ONNX ({_first_line(error)}); use an --output that ends in "
+            ".pt2."
+        ) from error
     return content, lambda images: np.asarray(session.run(["logits"], {"images": images})[0])
 
 
@@ -320,11 +327,15 @@ def _trace(classifier: Classifier, run: str) -> ExportedProgram:
     try:
         return torch.export.export(classifier, (images,), dynamic_shapes=({0: torch.export.Dim("batch")},))
     except Exception as error:  # torch.export raises many kinds
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UsageError(
-            f"torch.export cannot trace the network of run {run!r} ({reason}); use the network that raytrain.load "
-            "returns."
+            f"torch.export cannot trace the network of run {run!r} ({_first_line(error)}); use the network that "
+            "raytrain.load returns."
         ) from error
+
+
+def _first_line(error: Exception) -> str:
+    """Return the first line of an exception's text, or the name of its class if it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 _FORMATS: dict[str, Callable[[Classifier, str], tuple[bytes, RunFile]]] = {

@@ -117,6 +117,14 @@ def test_an_export_can_be_checked_on_real_images(suffix: str, cifar10_folder: Pa
     assert not (tmp_path / "other.pt2").exists()
 
 
+@pytest.mark.slow
+def test_a_network_that_onnx_cannot_hold_is_refused_with_the_reason(tmp_path: Path) -> None:
+    make_run(str(tmp_path), small(precision="float64"))
+    with pytest.raises(UsageError, match=r"cannot be a file of ONNX \(.*Conv.*\); use an --output that ends in \.pt2"):
+        raytrain.export("run", str(tmp_path / "model.onnx"), storage=str(tmp_path))
+    assert not (tmp_path / "model.onnx").exists()
+
+
 @pytest.mark.parametrize("suffix", TRACED)
 def test_a_network_trained_on_random_crops_takes_whole_images(suffix: str, tmp_path: Path) -> None:
     make_run(str(tmp_path), small(random_resized_crop=True, cache_side=1.15))
