@@ -355,6 +355,15 @@ def test_what_is_inside_of_records_is_named_by_its_path(record: Any, key: Any, l
         assert read(tmp_path, "a.parquet", content, key=key, label=(label,)) == CAT_AND_DOG
 
 
+def test_a_label_may_be_a_text_in_some_records_and_an_object_in_others(tmp_path: Path) -> None:
+    labels: list[Any] = ["cat", {"choices": ["cat", "dog"]}, {"name": "owl", "score": 0.5}]  # two are Label Studio's
+    records = json.dumps([{"image": f"{number}.jpg", "choice": label} for number, label in enumerate(labels)])
+    several = read(tmp_path, "a.json", records, label=("choice",), separator=",")
+    assert several["0.jpg"] == "cat" and several["1.jpg"] == f"cat{JOINED}dog" and "owl" in several["2.jpg"]
+    with pytest.raises(UsageError, match=r"1 of 3 rows of .* have a list of several labels"):
+        read(tmp_path, "a.json", records, label=("choice",))
+
+
 def test_a_record_that_is_named_as_a_column_is_refused_with_what_is_in_it(tmp_path: Path) -> None:
     record = {"path": "a.jpg", **{f"column {number}": 1 for number in range(10)}, "truth": {"label": "cat"}}
     with pytest.raises(UsageError, match=r"no column 'truth' among its columns truth\.label, path, column 0"):

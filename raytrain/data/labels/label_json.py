@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from typing import Any
 
 import pyarrow as pa
@@ -44,7 +44,7 @@ def read_json(text: str, suffix: str, key_names: Set[str], label_names: Set[str]
     # A record may lack what others have: its value is null then.
     if not _is_list_of(records, dict):
         raise ValueError("it has no records")
-    records = list(map(_flat, records))
+    records = [_flat(record) for record in _without_mixed_values(records)]
     columns = dict.fromkeys(name for record in records for name in record)
     return pa.table({name: _column([record.get(name) for record in records]) for name in columns})
 
@@ -277,6 +277,21 @@ def _column(values: Sequence[Any]) -> pa.Array:
     if any(isinstance(item, (list, dict)) for value in lists for item in value):
         return pa.nulls(len(values), pa.list_(pa.struct([])))
     return pa.array([list(map(_text, value)) for value in lists], pa.list_(pa.string()))
+
+
+def _without_mixed_values(records: list[_Record]) -> Iterator[_Record]:
+    """Yield the records with the value in an object in place of the object, if others have a text under its name.
+
+    Label Studio writes ``"cat"`` for one choice and ``{"choices": ["cat", "dog"]}`` for several. An object of several
+    values becomes its text.
+    """
+    are_texts = {name for record in records for name, value in record.items() if isinstance(value, str) and value}
+    for record in records:
+        mixed = {name: _flat(value) for name, value in record.items() if name in are_texts and isinstance(value, dict)}
+        yield record | {
+            name: next(iter(values.values())) if len(values) == 1 else json.dumps(record[name])
+            for name, values in mixed.items()
+        }
 
 
 def _text(value: Any) -> str | None:
