@@ -364,6 +364,20 @@ def test_a_label_may_be_a_text_in_some_records_and_an_object_in_others(tmp_path:
         read(tmp_path, "a.json", records, label=("choice",))
 
 
+def test_a_project_of_vgg_image_annotator_is_read_as_its_export_is(tmp_path: Path) -> None:
+    images = {f"{key}99": {"filename": key, "file_attributes": {"kind": name}} for key, name in CAT_AND_DOG.items()}
+    project = {"_via_settings": {"ui": {"height": 25}}, "_via_img_metadata": images, "_via_image_id_list": list(images)}
+    for document in (images, project):
+        assert read(tmp_path, "a.json", json.dumps(document), label=("file_attributes.kind",)) == CAT_AND_DOG
+
+
+def test_lists_of_other_programs_have_suffixes_of_their_own(tmp_path: Path) -> None:
+    records = "".join(f'{{"source-ref": "{key}", "kind": "{name}"}}\n' for key, name in CAT_AND_DOG.items())
+    assert read(tmp_path, "output.manifest", records, key="source-ref", label=("kind",)) == CAT_AND_DOG
+    rows = "".join(f"{number}\t{name}\t{key}\n" for number, (key, name) in enumerate(CAT_AND_DOG.items()))
+    assert read(tmp_path, "train.lst", rows, label=("column 2",)) == CAT_AND_DOG
+
+
 def test_a_record_that_is_named_as_a_column_is_refused_with_what_is_in_it(tmp_path: Path) -> None:
     record = {"path": "a.jpg", **{f"column {number}": 1 for number in range(10)}, "truth": {"label": "cat"}}
     with pytest.raises(UsageError, match=r"no column 'truth' among its columns truth\.label, path, column 0"):

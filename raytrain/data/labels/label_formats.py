@@ -26,6 +26,7 @@ KEY_COLUMNS = ("key", "path", "file_name", "filename", "file", "image")
 LABEL_COLUMNS = ("label", "class", "target", "category")
 
 _FORMATS = (".csv", ".tsv", ".txt", ".json", ".jsonl", ".parquet")
+_FORMAT_OF_SUFFIX = {".manifest": ".jsonl", ".ndjson": ".jsonl", ".lst": ".txt"}  # of SageMaker and MXNet, among others
 _UTF_16_MARKS = b"\xff\xfe", b"\xfe\xff"
 _COMPRESSIONS = {
     b"\x1f\x8b": "gzip",
@@ -50,8 +51,11 @@ def read_table(url: str, key_names: Set[str], label_names: Set[str], option: str
     # Refuse files that cannot be a table, with a sentence that says what they are.
     content = read_input(url, option)
     suffix = posixpath.splitext(url)[1].lower()
+    suffix = _FORMAT_OF_SUFFIX.get(suffix, suffix)
     if suffix not in _FORMATS:
-        raise UsageError(f"The label file is {url!r}; its name must end in {', '.join(_FORMATS)}.")
+        raise UsageError(
+            f"The label file is {url!r}; its name must end in {', '.join([*_FORMATS, *_FORMAT_OF_SUFFIX])}."
+        )
     if compression := next((name for magic, name in _COMPRESSIONS.items() if content.startswith(magic)), None):
         raise UsageError(
             f"The label file {url} is not in UTF-8, but compressed with {compression}; decompress it, and save it as "

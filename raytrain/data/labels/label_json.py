@@ -116,8 +116,12 @@ def _records(document: Any, key_names: Set[str]) -> list[_Record]:
         (rows,) = lists.values()
         return _records_of_list(rows)
 
-    # Otherwise it is an object by image or by class, or holds a single one by image.
-    by_image = [value for value in document.values() if _is_by_image(value)]
+    # Otherwise it is an object by image or by class, or holds a single one by image, or of records that name images.
+    def names_images(value: Any) -> bool:
+        records = list(value.values()) if isinstance(value, dict) else []
+        return _is_list_of(records, dict) and all(is_header(list(record), key_names) for record in records)
+
+    by_image = [value for value in document.values() if _is_by_image(value) or names_images(value)]
     return _keyed_records(by_image[0] if len(by_image) == 1 else document, key_names)
 
 
