@@ -284,6 +284,22 @@ def test_test_images_are_held_out_whatever_the_column_is_called(
     assert "columns 'fold', 'set2' of the label file" in refused(images, rows, tmp_path)
 
 
+def test_tags_of_each_image_say_its_part(images: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tags_of = (["train", "seen"], ["train"], ["validation"], ["seen", "test"], ["seen"])  # as FiftyOne writes them
+    rows = rows_of(images, tags=lambda number: tags_of[number % 5])
+    labels = tmp_path / "labels.json"
+    labels.write_text(json.dumps([dict(zip(rows, row, strict=True)) for row in zip(*rows.values(), strict=True)]))
+    data = opened_parts(images, labels, tmp_path)
+    tags_of_key = dict(zip(rows["path"], rows["tags"], strict=True))
+    for part, (_, manifest, _) in data.parts.items():
+        assert len(manifest) and all(part in tags_of_key[key] for key in manifest.keys.to_pylist())
+    assert "The column 'tags' of" in caplog.text and "with other splits (18 none) are not used" in caplog.text
+
+    labels.write_text(labels.read_text().replace('"seen", "test"', '"train", "test"'))
+    assert opened_parts(images, labels, tmp_path).test is None
+    assert "'tags' of" in caplog.text and "not read as the split: 18 of its lists name several parts" in caplog.text
+
+
 def test_a_column_of_flags_that_would_hold_out_images_is_said_not_to_be_read(
     images: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

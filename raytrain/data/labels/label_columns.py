@@ -153,6 +153,26 @@ def split_column(table: pa.Table, url: str, columns: LabelColumns) -> str | None
     return None
 
 
+def with_parts_of_tags(table: pa.Table, url: str, columns: LabelColumns) -> pa.Table:
+    """Return a table whose columns of lists that say the part of each row, as FiftyOne's tags do, are texts instead.
+
+    A text is the part's name, or empty for a row without one. If a row has several, log that the column is not read.
+    """
+    label = find_column(table.column_names, next(iter(columns.label), None), LABEL_COLUMNS)
+    for index, name in enumerate(table.column_names):
+        if name == label or not pa.types.is_list(table[name].type) or table[name].type.value_type not in TEXT_TYPES:
+            continue
+        parts_of_rows = [list(filter(is_part, filter(None, tags or ()))) for tags in table[name].to_pylist()]
+        if not parts_among(part for parts in parts_of_rows for part in parts):
+            continue
+        if num_several := sum(len(parts) > 1 for parts in parts_of_rows):
+            sentence = "The column %r of %s is not read as the split: %s of its lists name several parts."
+            _log.warning(sentence, name, url, f"{num_several:,}")
+            continue
+        table = table.set_column(index, name, pa.array(["".join(parts) for parts in parts_of_rows]))
+    return table
+
+
 def texts_of(table: pa.Table, url: str, name: str, *, may_be_lists: bool = False) -> pa.ChunkedArray:
     """Return a column as composed texts without surrounding blanks; a missing value is empty.
 

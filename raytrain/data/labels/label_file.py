@@ -33,6 +33,7 @@ from raytrain.data.labels.label_columns import (
     labels_of,
     split_column,
     texts_of,
+    with_parts_of_tags,
 )
 from raytrain.data.labels.label_formats import KEY_COLUMNS, LABEL_COLUMNS, METADATA, read_table
 from raytrain.data.labels.listing import check_folder, ends_like_image, first_names
@@ -238,6 +239,7 @@ def label_table(table: pa.Table, url: str, columns: LabelColumns, images_urls: S
     table = _without_absent_classes(table, url, columns)
     key_texts = texts_of(table, url, column_called(table.column_names, url, "--key-column", columns.key, KEY_COLUMNS))
     keys = [normalized_key(key, images_urls) for key in key_texts.to_pylist()]
+    table = with_parts_of_tags(table, url, columns)
     split = split_column(table, url, columns)
     group = columns.group and column_called(table.column_names, url, "--group-by", columns.group)
 
