@@ -175,8 +175,16 @@ def test_keys_of_images_elsewhere_are_not_taken_for_others_of_the_same_name(imag
     assert "have no image below" in refused(images, train_rows, tmp_path)
     folder = next(path for path in images.iterdir() if path.is_dir())
     rows = rows_of(folder, label=lambda number: str(number % 2))
-    rows["path"] = ["photos/" + key for key in rows["path"]]  # without a folder, 1.png may be any image
-    assert "have no image below" in refused(folder, rows, tmp_path)
+    names = rows["path"]
+    for before in ("photos/", "s3://bucket/train/"):  # without a folder, 1.png may be any image
+        assert "have no image below" in refused(folder, rows | {"path": [before + name for name in names]}, tmp_path)
+
+    # But the folders of a URL say where the images were, and these may lie in one folder now.
+    wanted = dict(zip(names, rows["label"], strict=True))
+    for form in ("s3://bucket/a/b/{1}", "https://test.example/{0}/{1}"):
+        keys = [form.format(number, name) for number, name in enumerate(names)]
+        assert by_key(*opened(folder, write(tmp_path / "labels.csv", rows | {"path": keys}), tmp_path)) == wanted
+    assert "have no image below" in refused(images, rows | {"path": keys}, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -144,6 +144,10 @@ def _forms_of_keys(keys: Texts, images_url: str) -> Iterator[tuple[Sequence[str]
     for paths in _without_shared_folders(keys):
         yield paths, (str, _stem)
 
+    # Or keys are URLs, whose folders say where the images were, and the images lie in one folder now.
+    if names := _names_of_urls(keys.tolist()):
+        yield names, (str, _stem)
+
     # Or the images have other suffixes, such as .JPG or, after a conversion, .png.
     if all(map(ends_like_image, keys)):
         yield list(map(_stem, keys)), (_stem, _stem_of_name)
@@ -152,21 +156,34 @@ def _forms_of_keys(keys: Texts, images_url: str) -> Iterator[tuple[Sequence[str]
 def _without_shared_folders(keys: Iterable[str]) -> Iterator[list[str]]:
     """Yield the keys without the first folder if all share it, then without the first two, and so on.
 
-    The bucket of a URL counts as a folder. A path keeps at least one folder, since 1.jpg alone may be another image,
-    and a folder of a part stays, since train/cat/1.jpg is not cat/1.jpg below val/.
+    The bucket of a URL counts as a folder. A key keeps at least one folder, since 1.jpg alone may be another image, and
+    a folder of a part stays, since train/cat/1.jpg is not cat/1.jpg below val/.
 
-    >>> list(_without_shared_folders(["b/x/1.jpg", "b/y/1.jpg"])), list(_without_shared_folders(["s3://b/1.jpg"]))
-    ([['x/1.jpg', 'y/1.jpg']], [['1.jpg']])
+    >>> list(_without_shared_folders(["b/x/1.jpg", "b/y/1.jpg"]))
+    [['x/1.jpg', 'y/1.jpg']]
     """
-    are_urls = all("://" in key for key in keys)
     paths = [key.rpartition("://")[2].split("/") for key in keys]
     while paths:
         first = paths[0][0]
-        fewest = 1 if are_urls else 2  # names that are left of a path
-        if is_part(first) or any(path[0] != first or len(path) <= fewest for path in paths):
+        if is_part(first) or any(path[0] != first or len(path) <= 2 for path in paths):
             return
-        paths, are_urls = [path[1:] for path in paths], False
+        paths = [path[1:] for path in paths]
         yield ["/".join(path) for path in paths]
+
+
+def _names_of_urls(keys: Sequence[str]) -> list[str]:
+    """Return the names of the files of URLs; none if a key is no URL, or leads through a folder of a part.
+
+    >>> _names_of_urls(["s3://b/x/1.jpg", "https://test.org/y/2.jpg"]), _names_of_urls(["s3://b/train/1.jpg"])
+    (['1.jpg', '2.jpg'], [])
+    """
+    folders = {
+        folder
+        for key in keys
+        for folder in key.split("/")[3 if key.startswith("http") else 2 : -1]  # the name of a host says no part
+    }
+    are_places = all("://" in key for key in keys) and not any(map(is_part, folders))
+    return list(map(posixpath.basename, keys)) if are_places else []
 
 
 def _stem(key: str) -> str:
