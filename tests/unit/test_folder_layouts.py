@@ -302,6 +302,15 @@ def test_numbered_parts_are_no_classes(names: tuple[str, ...], below: tuple[str,
         opened(tmp_path / "a")
 
 
+@pytest.mark.parametrize("form", ["{0}_{1}", "{1}-{0}"])
+def test_folders_that_say_class_and_part_are_refused_with_the_pattern_for_them(form: str, tmp_path: Path) -> None:
+    folder = tree(tmp_path / "a", *(form.format(name, part) for name in ("cat", "dog") for part in ("train", "test")))
+    with pytest.raises(UsageError, match="say the class and the part of their images; give --label-pattern '") as told:
+        opened(folder)
+    data = opened(folder, label_pattern=str(told.value).split("'")[1])
+    assert counts(data) == {"cat": (4, 4), "dog": (4, 4)}
+
+
 @pytest.mark.parametrize(
     "names",
     [

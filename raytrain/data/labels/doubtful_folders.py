@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 
 from raytrain.data.labels.listing import Listing, first_names
-from raytrain.data.labels.part_names import is_part, is_training
+from raytrain.data.labels.part_names import is_part, is_training, parts_among
 from raytrain.errors import UsageError
 
 _log = logging.getLogger("raytrain")
@@ -62,6 +62,12 @@ def check_top_names(keys: Sequence[str], paths: list[tuple[str, ...]], tops: set
     """
     if len(tops) < 2:
         return
+    pattern = _pattern_of_parts(tops) if all(len(path) == 1 for path in paths) else None
+    if pattern is not None:
+        raise UsageError(
+            f"The folders {first_names(sorted(tops))} of {url} say the class and the part of their images; give "
+            f"--label-pattern '{pattern}'."
+        )
     if all(_NUMBERED_PART.fullmatch(top.lower()) for top in tops):
         raise UsageError(
             f"The folders {first_names(sorted(tops))} of {url} are numbered parts, as of a cross-validation, and no "
@@ -83,6 +89,28 @@ def check_top_names(keys: Sequence[str], paths: list[tuple[str, ...]], tops: set
             f"The folders {first_names(sorted(tops))} of {url} {reason}, and are no classes; put each class into a "
             "folder of its name, or give a label file with --labels."
         )
+
+
+def _pattern_of_parts(names: Collection[str]) -> str | None:
+    """Return the --label-pattern for folders whose names say the class and the part, such as cat_train and cat_test.
+
+    Return None unless a part is the last word of all names, or the first word of all, and there are several classes,
+    all with training images.
+
+    >>> _pattern_of_parts(["cat_train", "cat_test", "dog_train"])
+    '(?P<label>[^/]+)[ _.-](?P<split>test|train)/'
+    """
+    for divide, pattern in (
+        (r"(?P<label>.+)[ _.-](?P<part>.+)", "(?P<label>[^/]+)[ _.-](?P<split>{})/"),
+        (r"(?P<part>.+?)[ _.-](?P<label>.+)", "(?:^|/)(?P<split>{})[ _.-](?P<label>[^/]+)/"),
+    ):
+        pairs = [(match["part"], match["label"]) for match in (re.fullmatch(divide, name) for name in names) if match]
+        parts, classes = {part for part, _ in pairs}, {label for _, label in pairs}
+        have_training = classes == {label for part, label in pairs if is_training(part)}
+        are_numbers = all(label.isdecimal() or _NUMBERED_PART.fullmatch(label.lower()) for label in classes)
+        if len(pairs) == len(names) and {*parts_among(parts)} == parts and len(classes) > 1 and have_training:
+            return None if are_numbers else pattern.format("|".join(sorted(parts)))
+    return None
 
 
 def check_only_parts(paths: list[tuple[str, ...]], tops: set[str], url: str) -> None:
