@@ -230,19 +230,20 @@ def test_files_that_are_left_out_are_told_by_reason_and_a_class_that_vanishes_by
     (folder / "dog" / "9.png").write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{1:064x}\nsize 99\n")
     (folder / "yak").mkdir()
     fill(folder, "cat/@eaDir/1.png/SYNO.jpg", "__MACOSX/cat/1.png", "$RECYCLE.BIN/x.png", "cat/.hidden.png")
+    fill(folder, "#recycle/1.png", "#recycle/2.png", "cat/#recycle/1.png", "@Recycle/1.png")
     manifest = build_manifest(open_store(str(folder)))
     assert manifest.classes == ("cat", "dog", "owl") and manifest.class_counts().tolist() == [4, 4, 2]
     assert "2 .tif files (not read; convert them to PNG or JPEG)" in caplog.text
     assert "1 link that leads nowhere" in caplog.text and "1 pointer of Git LFS" in caplog.text
     assert "1 .xyz file" in caplog.text and "No image is left in 'elk', 'fox', 'yak'." in caplog.text
-    assert "1 empty folder" in caplog.text and sum(manifest.left_out.values()) == 41 and "thumbnails" not in caplog.text
+    assert "1 empty folder" in caplog.text and sum(manifest.left_out.values()) == 45 and "thumbnails" not in caplog.text
     assert "30 files without a suffix" in caplog.text and "1 image that iCloud has not downloaded" in caplog.text
 
     # Downloads that were broken off have suffixes of random letters, which are too many to be named.
     for number in range(40):
         (folder / "cat" / f"7.jpg.a{number}").write_bytes(b"x")
     caplog.clear()
-    assert sum(build_manifest(open_store(str(folder))).left_out.values()) == 81
+    assert sum(build_manifest(open_store(str(folder))).left_out.values()) == 85
     assert "files of 40 other kinds" in caplog.text and len(caplog.messages[-1]) < 1000
 
 

@@ -33,7 +33,10 @@ _CONTAINERS = {
     **dict.fromkeys((".nii", ".mha", ".nrrd"), "write the slices of the volumes as PNG files into class folders"),
 }
 _SYSTEM_FOLDERS = frozenset(
-    {"__MACOSX", "@eaDir", "$RECYCLE.BIN", "System Volume Information", "lost+found", "site-packages", "node_modules"}
+    (
+        *("__MACOSX", "@eaDir", "#recycle", "#snapshot", "@Recycle", "@Recently-Snapshot", "$RECYCLE.BIN"),
+        *("System Volume Information", "lost+found", "site-packages", "node_modules"),
+    )
 )
 _SYSTEM_FILES = frozenset({"Thumbs.db", "ehthumbs.db", "desktop.ini", "Icon\r", "_SUCCESS"})
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
