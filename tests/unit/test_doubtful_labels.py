@@ -501,6 +501,11 @@ def test_classes_that_are_called_nearly_alike_are_told(
     assert f"The classes {first!r}, {second!r} of {tmp_path} are called nearly alike." in caplog.text
 
 
+def test_classes_whose_names_differ_in_a_sign_are_not_alike(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    build_manifest(open_store(str(tree(tmp_path, "inf", "-inf", "A", "A+", "A-", "C++", "C#", "C"))))
+    assert "alike" not in caplog.text
+
+
 def test_whole_numbers_of_archives_are_one_class_with_and_without_zeros(tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "a.tar", "w") as tar:
         for number, label in enumerate(("1.0", "1", "2", "2.00")):

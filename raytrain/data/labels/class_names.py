@@ -14,7 +14,7 @@ from raytrain.errors import UsageError, format_count
 BOOLEANS = ("true", "True", "TRUE", "false", "False", "FALSE")
 
 _log = logging.getLogger("raytrain")
-_PUNCTUATION = re.compile(r"[\W_]+")
+_PUNCTUATION = re.compile(r"(?:(?!^-|-$|[+#])[\W_])+")  # but signs of which -inf, A- and C++ consist, too
 _COPY = re.compile(r"([ _-]+(copy|kopie|copie|copia)( ?\d+)?)?( ?\(\d+\))?$")  # behind the name of a copied folder
 _DECIMAL = re.compile(r"[+-]?[0-9]{1,15}([.,][0-9]+)?(e[+-]?[0-9]{1,2})?")
 
