@@ -27,6 +27,7 @@ from raytrain.data.labels.part_names import PARTS, Part
 from raytrain.data.plan.batch_plan import BatchPlan
 from raytrain.data.plan.partition import CacheOrder, Partition, WorkerOrder
 from raytrain.data.plan.permutation import Int64s
+from raytrain.errors import UsageError
 from raytrain.loader.decoders import Decoders, ImageReporter, NewProcess, Report, num_decoders
 from raytrain.loader.image_cache import MACHINE_BLOCK_BYTES, ImageCache
 from raytrain.storage.locks import acquire
@@ -81,11 +82,10 @@ class SharedBlocks:
         self._images: Any = (  # (samples, H, W, C)
             Files(images, self._starts, self._lengths) if self._as_files else images.reshape(num_samples, *shape)
         )
-        self._written = np.frombuffer(content, np.bool_, num_blocks, self._written_at)  # (blocks,)
 
     def __call__(self, number: int) -> Block:
         """Return block ``number``. Read it, unless another process has; if another one is reading it, wait."""
-        if not self._written[number]:
+        if not self._is_written(number):
             self._write(number, wait=True)
         rows = self._rows(number)
         return Block(self._images[rows], self._labels[rows], self.order.draws(number))
@@ -101,20 +101,35 @@ class SharedBlocks:
     def _write(self, number: int, wait: bool) -> None:
         """Read block ``number`` into the file, unless it is there.
 
-        While another thread or process reads it, wait, or raise BlockingIOError if not ``wait``.
+        While another thread or process reads it, wait, or raise BlockingIOError if not ``wait``. Raises UsageError if
+        it cannot be written, as when the disk or the shared memory of the file is full.
         """
         with acquire(self._folder / f"{number}.lock", wait=wait):
-            if self._written[number]:
+            if self._is_written(number):
                 return
             block = self._read(self.order.draws(number), self.order.epoch(number))
             images, first = block.images, self._rows(number).start
             # Write to the file and not to its mapping, where a full disk would kill the process by a signal.
-            if isinstance(images, Files):
-                _write_at(self._file, images.lengths, self._lengths_at + first * images.lengths.itemsize)
-                images = images.data
-            _write_at(self._file, images, self._images_at + int(self._starts[first]))
-            _write_at(self._file, block.labels, first * block.labels.itemsize)
-            _write_at(self._file, np.ones(1, np.bool_), self._written_at + number)
+            try:
+                if isinstance(images, Files):
+                    _write_at(self._file, images.lengths, self._lengths_at + first * images.lengths.itemsize)
+                    images = images.data
+                _write_at(self._file, images, self._images_at + int(self._starts[first]))
+                _write_at(self._file, block.labels, first * block.labels.itemsize)
+                _write_at(self._file, np.ones(1, np.bool_), self._written_at + number)
+            except OSError as error:
+                place = os.path.dirname(os.path.realpath(self._folder / "images"))
+                raise UsageError(
+                    f"The images that --cache keeps take {self._written_at / 1e9:.2f} GB in {place}, and cannot be "
+                    f"written there ({error.strerror}); make room there, or give --cache none."
+                ) from error
+
+    def _is_written(self, number: int) -> bool:
+        """Return whether block ``number`` is in the file.
+
+        Ask the file and not its mapping: where nothing has been written, that would need memory, too.
+        """
+        return os.pread(self._file, 1, self._written_at + number) == b"\1"
 
     def _rows(self, number: int) -> slice:
         """Return which rows of the file block ``number`` has."""

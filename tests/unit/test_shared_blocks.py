@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -92,6 +93,32 @@ def test_what_cannot_be_read_is_told_to_whoever_needs_it(tmp_path: Path) -> None
     blocks.read_ahead()
     with pytest.raises(OSError, match="storage is gone"):
         blocks(0)
+
+
+FULL_MEMORY = """
+import sys
+from pathlib import Path
+from tests.unit.test_shared_blocks import ORDER, SHAPE, SharedBlocks, decode
+
+folder = Path(sys.argv[1])
+blocks = SharedBlocks(folder / "train", ORDER, SHAPE, decode)
+try:
+    (folder / "other").write_bytes(bytes(1 << 20))
+except OSError:
+    print(blocks(0))
+"""
+
+
+@pytest.mark.not_quick
+@pytest.mark.skipif(sys.platform != "linux" or os.getuid() != 0, reason="it mounts a small disk in memory")
+def test_a_full_memory_ends_nothing_by_a_signal_but_with_a_sentence(tmp_path: Path) -> None:
+    mount_and_run = 'mount -t tmpfs -o size=64k tmpfs "$1" && exec "$2" -c "$3" "$1"'
+    command = ["unshare", "--mount", "sh", "-c", mount_and_run, "", str(tmp_path), sys.executable, FULL_MEMORY]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    if "unshare" in ended.stderr or "mount:" in ended.stderr:
+        pytest.skip("this container mounts nothing")
+    expected = rf"UsageError: .* take 0\.00 GB in {tmp_path}/train, and cannot be written there \(No space left"
+    assert re.search(expected, ended.stderr), ended
 
 
 DRIVER = """
