@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import pickle
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -282,6 +285,12 @@ def test_a_collective_of_the_loops_own_with_other_shapes_on_a_worker_is_told_wit
         raytrain.train(options(data, tmp_path, batch_size=31), loop=gathering)
     [driver] = LogReader(open_store(f"{tmp_path}/run"), DRIVER).read()
     assert driver.text.count("worker_failed") == 1, "the second start said it"
+
+
+@pytest.mark.parametrize("sent", [b"", pickle.dumps("/") + pickle.dumps(["a spec"])[:-3]], ids=["nothing", "a part"])
+def test_an_agent_whose_driver_is_killed_before_the_run_begins_says_nothing(sent: bytes) -> None:
+    agent = subprocess.run([sys.executable, "-m", "raytrain.launch.local.agent"], input=sent, capture_output=True)
+    assert (agent.returncode, agent.stdout, agent.stderr) == (0, b"", b"")
 
 
 def killed(run: Run) -> None:

@@ -66,9 +66,12 @@ def main() -> None:
     for name in ("torch.distributed.elastic", "torch.distributed.elastic.agent.server.api", "torch.multiprocessing"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     # Change to the command's folder first: unpickling the rest may import modules from it.
-    folder = pickle.load(sys.stdin.buffer)
-    os.chdir(folder)
-    spec, inputs = pickle.load(sys.stdin.buffer)
+    try:
+        folder = pickle.load(sys.stdin.buffer)
+        os.chdir(folder)
+        spec, inputs = pickle.load(sys.stdin.buffer)
+    except (EOFError, pickle.UnpicklingError):  # the driver was killed before it had sent all of the run
+        return
     threading.Thread(target=_end_with_starter, daemon=True).start()
     # Become the parent of processes whose parents end, so that the driver finds those that a loop has left. Only Linux
     # can do that.
