@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 NONE = "none"
 """The word for None as the value of an option."""
+_KINDS = {"INT": "a whole number", "FLOAT": "a number", "STR": "a value"}  # by the form that the help shows
 _MAX_COMMANDS = 2  # that an error names because they have an option
 
 
@@ -68,16 +69,21 @@ def _sentence(
         names = " and ".join(_name(missing.arg) for missing in event.missing_arguments)
         return f"`{command}` needs {names}; see `{command} --help`."
     if isinstance(event, events.MissingSubcommand):
-        return f"Choose one of {', '.join(name for name in event.subcommand_spec.parser_from_name if name != 'None')}."
+        names = [name for name in event.subcommand_spec.parser_from_name if name != "None"]
+        if set(RECIPES) & set(names):
+            return f"Images are missing: give --data FOLDER; a recipe may stand before it: {', '.join(names)}."
+        return f"Choose one of {', '.join(names)}."
     if isinstance(event, events.BadValue):
         form = _form(event.argument)
         is_positional = event.argument.is_positional()
         if not is_positional:
-            return f"{_name(event.argument)} has too few values; give {form}."
+            one_value = _KINDS.get(form)
+            needed = f"{one_value} after it" if one_value else f"a value: {form.replace(',', ', ')}"
+            return f"{_name(event.argument)} needs {needed}."
         # An option stands where the argument should: often its name in another command, as in `pack --data FOLDER`.
         return f"{form} is missing; it is given without an option before it, as in `{event.prog} {form}`."
     if isinstance(event, events.InvalidChoice):
-        hint = did_you_mean(event.value, event.choices)
+        hint = did_you_mean(event.value.lower(), event.choices)
         return f"{_name(event.argument)} is {event.value!r}{hint}; it must be one of {', '.join(event.choices)}."
     if isinstance(event, events.InstantiationFailure) and event.argument is not None:
         # The value has the wrong type. The message ends with Python's reason: invalid literal for …: 'x'.
@@ -85,8 +91,7 @@ def _sentence(
         reason = event.message.splitlines()[-1].removeprefix("- ").partition(" into tuple type ")[0]
         if "input length " in reason:
             return f"{name} must be {form}."
-        kinds = {"INT": "a whole number", "FLOAT": "a number"}
-        kind = kinds.get(form) or ("numbers" if re.search("FLOAT|INT", form) else form)
+        kind = _KINDS.get(form) or ("numbers" if re.search("FLOAT|INT", form) else form)
         words = form.lower().split(",")  # if the option may be None, the message quotes these words besides the value
         typed = " ".join(word for word in re.findall(r"'([^']*)'", reason) if word not in words)
         return f"{name} is {typed!r}; it must be {kind.replace(',', ', ')}."

@@ -107,6 +107,7 @@ _NEEDLESS = {
         "all CPUs that are free read images ahead; --workers are processes that train"
     ),
     "num-classes nc": "folders or labels say which classes there are",
+    "recipe": "a recipe stands before all options, as in `raytrain train cifar10 --data FOLDER`",
     "shuffle": "each epoch has the training images in an order of its own, which --seed decides",
     "distributed ddp sync-bn local-rank": "--workers are the processes that train, and they compute what one would",
     "aws-profile region endpoint-url": "AWS_PROFILE, AWS_REGION and AWS_ENDPOINT_URL in the environment say it",
