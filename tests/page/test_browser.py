@@ -374,7 +374,7 @@ def test_a_long_run_is_zoomed_into(visit: Visit, tmp_path: Path) -> None:
 
 
 def test_runs_side_by_side(visit: Visit, tmp_path: Path) -> None:
-    for number, rate in enumerate((0.01, 0.1, 1.0)):
+    for number, rate in enumerate((0.01234, 0.1, 1.0)):
         rows = [step_row(step, loss=rate / step) for step in range(1, 20)]
         rows.append(evaluation_row(20, accuracy=0.9 - rate / 2))
         described = {"price": (str(number + 1),), "note": f"run {number}", "open_options": ("epochs",) * number}
@@ -385,7 +385,9 @@ def test_runs_side_by_side(visit: Visit, tmp_path: Path) -> None:
         headings = ["Run", "Status", "Progress", "learning-rate", "Best accuracy", "Images/s"]
         expect(page.locator(".runs thead th")).to_have_text(headings)
         expect(page.locator(".runs tbody tr").first).to_contain_text("rates-0")  # the best
-        expect(page.locator(".comparison .facts")).to_contain_text("best rates-0, accuracy 89.5 %")
+        expect(page.locator(".comparison .facts")).to_contain_text("best rates-0, accuracy 89.4 %")
+        rates = page.locator(".runs tbody td[data-title=learning-rate]")
+        expect(rates).to_have_text(["0.01234", "0.1", "1"])  # as in the terminal
         for chart in page.locator(".comparison .charts figure.chart").all():  # in their order, with the same colours
             expect(chart.locator(".label")).to_have_text(["rates-0", "rates-1", "rates-2"])
         table, coordinates = (page.locator(f".comparison {part}").bounding_box() for part in (".runs", ".coordinates"))

@@ -48,7 +48,7 @@ export function formatNumber(value, interval = 1) {
   if (Number.isInteger(value) && Math.abs(value) < 1e9) return value.toLocaleString("en");
   const size = Math.abs(value);
   if (size >= 1e7 || size < 1e-3) return value.toExponential(2).replace("e+", "e");
-  const digits = size >= 100 ? 0 : size >= 10 ? 1 : 4;
+  const digits = size >= 100 ? 0 : size >= 10 ? 1 : size >= 1 ? 4 : 3 - Math.floor(Math.log10(size)); // 0.03295, as in the terminal
   return value.toLocaleString("en", { maximumFractionDigits: Math.max(digits, digitsOf(interval)) });
 }
 
