@@ -1,4 +1,4 @@
-"""Each kind of refused input, with the real command in a fresh process: one sentence, exit 2, on both backends.
+"""Each kind of refused input, with the real command in a fresh process: one sentence, exit 2, on one or both backends.
 
 Tests in one process cannot see this: there, all imports are done. A command may be refused while a thread of it still
 imports Ray and torch, which takes longest in a new installation, whose modules are not compiled yet.
@@ -142,14 +142,20 @@ from raytrain.cli.main import main
 for words in json.loads(sys.argv[1]):
     print(main(words), end="\\n\\n", file=sys.stderr)
 """
-# "one class" itself is refused below, where it is harder.
+# The quick tests ask each kind on one backend, and the slow ones on both: without Ray, it is refused at the same place.
+# "one class" itself is refused on Ray below, where it is harder. Weights that cannot be had are asked for by the
+# photographs below, too, each time with an import of torchvision.
+SLOW_ON_RAY = (*LIKE_ONE_CLASS, "weights of torchvision")
 ON_RAY = [
-    pytest.param(kind, marks=pytest.mark.slow if kind in LIKE_ONE_CLASS else ())
+    pytest.param(kind, marks=pytest.mark.slow if kind in SLOW_ON_RAY else ())
     for kind in REFUSED
     if kind not in ("one class", *TOGETHER)
 ]
-# As are weights that cannot be had, which the photographs below need without Ray; each time torchvision is imported.
-WITHOUT_RAY = [kind for kind in REFUSED if kind not in (*OF_PLACES, *TOGETHER, "weights of torchvision")]
+WITHOUT_RAY = [
+    pytest.param(kind, marks=() if kind in ("one class", *LIKE_ONE_CLASS) else pytest.mark.slow)
+    for kind in REFUSED
+    if kind not in (*OF_PLACES, *TOGETHER, "weights of torchvision")
+]
 
 
 @pytest.mark.parametrize("kind", WITHOUT_RAY)
