@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bdb
 import errno
 import os
 import pty
@@ -21,6 +22,7 @@ from raytrain.launch.debugger import terminal_of_command
 from raytrain.recipes import digits
 from raytrain.runs.documents import SUMMARY, read_json
 from raytrain.storage.open import open_store
+from tests.helpers.own_loops import train_loop
 
 LOOP = """
 import torch
@@ -89,7 +91,17 @@ def test_a_debugger_opens_in_the_terminal_and_the_run_goes_on(folder: Path) -> N
     assert read_json(open_store(str(folder / "runs" / "asked")), SUMMARY)["status"] == "finished"
 
 
-def test_who_quits_the_debugger_ends_the_run(folder: Path) -> None:
+def quitting(run: raytrain.Run) -> None:
+    raise bdb.BdbQuit  # as pdb does at the command q
+
+
+def test_who_quits_the_debugger_ends_the_run_with_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(RaytrainError, match=r"its loop was left in a debugger, .*`raise bdb\.BdbQuit"):
+        train_loop(quitting, tmp_path)
+
+
+@pytest.mark.slow  # what the sentence says is tested above, and that a debugger opens in a command as well
+def test_who_quits_the_debugger_of_a_command_ends_it(folder: Path) -> None:
     terminal = Terminal()
     ends: dict[str, Any] = {"stdin": terminal.device, "stdout": terminal.device, "stderr": subprocess.PIPE}
     with subprocess.Popen(
