@@ -20,6 +20,7 @@ import io
 import pickle
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -58,6 +59,29 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: Any, /) -> Any: ...
 
 
+@dataclass
+class _Prepared:
+    """An object that the loop has prepared, and what is still to be loaded into it on a resume.
+
+    Attributes:
+        state_at_start: what it gets again as the epochs begin, if the loop has changed it since; empty for optimizers
+            and metrics, and from then on.
+        state_as_loaded: the state that an object of the user's own returned after it was loaded, on the CPU; None for
+            networks, which always get their state again.
+        waiting: the state of an optimizer that has more groups than the loop has added by now.
+    """
+
+    thing: Stateful
+    state_at_start: StateDict = field(default_factory=dict[str, Any])
+    state_as_loaded: StateDict | None = None
+    waiting: StateDict | None = None
+
+    def is_as_loaded(self) -> bool:
+        """Return True if an object of the user's own has not changed since it was loaded."""
+        loaded = self.state_as_loaded
+        return loaded is not None and _is_same_state(to_cpu(self.thing.state_dict()), loaded)
+
+
 class CheckpointState:
     """All prepared objects by kind and order (model, model-2, optimizer …), loaded from ``restored`` when added.
 
@@ -69,30 +93,30 @@ class CheckpointState:
         state = CheckpointState({})
         state.add("model", network)  # "model"
         state.add("optimizer", optimizer)  # "optimizer"
+        state.check_complete()  # as the epochs begin
         state.state_dict()  # {"model": …, "optimizer": …, "frozen": …}
     """
 
     def __init__(self, restored: Mapping[str, StateDict], rank: int = 0) -> None:
         self._rank = rank
-        self._metrics: dict[str, Any] = {}  # of torchmetrics
-        self._sums: dict[str, SampleMargins] = {}
-        self._objects: dict[str, Stateful] = {}
+        self._resumes = bool(restored)
+        # The states in the checkpoint that no prepared object has got yet.
         self._restored = {
             name: state for name, state in restored.items() if not name.endswith(MEASURED) and name != _FROZEN
         }
         self._restored_frozen = restored.get(_FROZEN)
         self._frozen_before_epochs: dict[str, list[str]] = {}  # as the loop has frozen weights by then
-        self._resumes = bool(restored)
-        self._options = ResumedOptions(resumes=bool(restored))
-        # Until the epochs begin, the states of all but optimizers, and those of objects of other kinds after loading.
-        self._loaded: dict[str, StateDict] = {}
-        self._states_after_load: dict[str, StateDict] = {}
+        self._prepared: dict[str, _Prepared] = {}  # by name
+        self._metrics: dict[str, Any] = {}  # of torchmetrics: those of the prepared objects that are joined
+        self._sums: dict[str, SampleMargins] = {}
+        self._options = ResumedOptions(resumes=self._resumes)
         # The first error of a network that its state did not fit. The loop may change its layers before its epochs
         # begin, as by a reparametrisation, so the state is loaded again by then.
         self._unfit_network: UsageError | None = None
         self._held: list[object] = []  # prepared objects, and optimizers that are their attributes
-        self._waiting: dict[Optimizer, StateDict] = {}  # stored states with groups that the loop adds later
         self._is_complete = False  # the loop has begun its first epoch
+
+    # When the loop prepares an object.
 
     def add(self, kind: str, thing: Stateful) -> str:
         """Keep ``thing`` under a name, which is returned, and load its state if the run resumes.
@@ -118,7 +142,7 @@ class CheckpointState:
             )
 
         # Give it a name, and load its state.
-        number = 1 + sum(name.partition("-")[0] == kind for name in self._objects)
+        number = 1 + sum(name.partition("-")[0] == kind for name in self._prepared)
         name = kind if number == 1 else f"{kind}-{number}"
         if isinstance(thing, Optimizer):
             self._add_optimizer(name, thing)
@@ -128,6 +152,22 @@ class CheckpointState:
             check_readable({name: to_cpu(thing.state_dict())})
         self._held += [thing, *(value for value in _attributes(thing) if isinstance(value, Optimizer))]
         return name
+
+    def add_metric(self, metric: Any, is_placeholder: Callable[[], bool]) -> None:
+        """Keep an object of ``torchmetrics``, whose state in checkpoints is the joined state of all workers.
+
+        After a resume, worker 0 continues from the joined state, and the others start empty. While ``is_placeholder()``
+        is true, a batch has no images, and the metric's updates are left out.
+        """
+        prepare_metric(metric, is_placeholder)
+        self._metrics[self.add("state", metric)] = metric
+        if self._rank > 0:
+            metric.reset()
+
+    def add_sums(self, name: str, sums: SampleMargins) -> None:
+        """Keep ``sums`` under ``name``, added up over the workers for each checkpoint; load restored ones, if any."""
+        self._sums[name] = sums
+        sums.load(self._restored.pop(name, {}))
 
     def _add_optimizer(self, name: str, optimizer: Optimizer) -> None:
         """Add ``optimizer``, and the optimizers that it wraps, whose state its own state_dict lacks.
@@ -165,7 +205,7 @@ class CheckpointState:
 
         Raises UsageError if the checkpoint has no such state, or one that does not fit.
         """
-        self._objects[name] = thing
+        prepared = self._prepared[name] = _Prepared(thing)
         if not self._resumes:
             return
         if name not in self._restored:
@@ -175,20 +215,20 @@ class CheckpointState:
             )
         state = self._restored.pop(name)
         if isinstance(thing, Optimizer):
-            self._load_optimizer(name, thing, state)
+            prepared.waiting = self._load_optimizer(name, thing, state)
         elif isinstance(thing, nn.Module):
-            self._loaded[name] = {} if is_metric(thing) else state
+            prepared.state_at_start = {} if is_metric(thing) else state
             try:
-                self._load(name, state)
+                _load(name, thing, state)
             except UsageError as error:
                 self._unfit_network = self._unfit_network or error
-        else:  # the object may keep the state, and change it
-            self._loaded[name] = copy.deepcopy(state)
-            self._load(name, state)
-            self._states_after_load[name] = to_cpu(thing.state_dict())
+        else:
+            prepared.state_at_start = copy.deepcopy(state)  # the object may keep the state, and change it
+            _load(name, thing, state)
+            prepared.state_as_loaded = to_cpu(thing.state_dict())
 
-    def _load_optimizer(self, name: str, optimizer: Optimizer, state: StateDict) -> None:
-        """Load ``state`` into ``optimizer``, as far as the loop has added its groups by now.
+    def _load_optimizer(self, name: str, optimizer: Optimizer, state: StateDict) -> StateDict | None:
+        """Load ``state`` into ``optimizer``; return it if it has groups for which it waits, else None.
 
         Raises UsageError if it is the state of another kind of optimizer, or does not fit.
         """
@@ -203,71 +243,15 @@ class CheckpointState:
                 "place: take the same optimizer, or start a new run under another --name."
             )
         # The state of groups that the loop adds later waits for them.
-        if len(stored_groups) > len(optimizer.param_groups):
-            self._waiting[optimizer] = state
-            state = _of_first_groups(state, len(optimizer.param_groups))
+        num_groups = len(optimizer.param_groups)
+        waits = len(stored_groups) > num_groups
         try:
-            self._load(name, state)
+            _load(name, optimizer, _of_first_groups(state, num_groups) if waits else state)
         except UsageError as error:
             raise self._unfit_network or error from None
+        return state if waits else None
 
-    def _load(self, name: str, state: StateDict) -> None:
-        """Load ``state`` into the prepared thing of this ``name``. Raises UsageError if it does not fit."""
-        thing = self._objects[name]
-        try:
-            thing.load_state_dict(state)
-        except (RuntimeError, ValueError, KeyError) as error:
-            shown = "network" if isinstance(thing, nn.Module) else name
-            difference = " ".join(str(error).split())[:300]
-            raise UsageError(f"The checkpoint's {shown} is not the one that the loop prepares: {difference}") from None
-
-    def _load_what_has_changed(self) -> None:
-        """Load again, as the epochs begin, networks and what the loop has changed since it has prepared it."""
-        for name, state in self._loaded.items():
-            # An object of the user's own may not expect to be loaded twice, so that is done only if it has changed.
-            after_load, now = self._states_after_load.get(name), self._objects[name].state_dict()
-            is_as_loaded = after_load is not None and _is_same_state(to_cpu(now), after_load)
-            if state and not is_as_loaded:
-                self._load(name, state)
-        self._loaded.clear()
-        self._states_after_load.clear()
-
-    def load_added_groups(self, optimizer: Optimizer) -> None:
-        """Load the state of groups that the loop has added since it prepared ``optimizer``, before its first step.
-
-        Nothing happens if the checkpoint had no more groups than were prepared. Raises UsageError if the optimizer has
-        another number of groups by now than in the checkpoint, or they do not fit.
-        """
-        state = self._waiting.get(optimizer)
-        if state is None:
-            return
-        num_stored, num_prepared = len(state["param_groups"]), len(optimizer.param_groups)
-        if num_stored != num_prepared:
-            stored, prepared = (format_count(number, "group") for number in (num_stored, num_prepared))
-            raise UsageError(_GROUPS_MISSING.format(stored=f"{stored} of parameters", prepared=prepared))
-        options_before = [dict(group) for group in optimizer.param_groups]
-        try:
-            optimizer.load_state_dict(state)
-        except (RuntimeError, ValueError, KeyError) as error:
-            raise UsageError(f"The checkpoint's optimizer is not the one that the loop prepares: {error}.") from None
-        self._options.restore_added_groups(optimizer, options_before)
-        del self._waiting[optimizer]
-
-    def add_metric(self, metric: Any, is_placeholder: Callable[[], bool]) -> None:
-        """Keep an object of ``torchmetrics``, whose state in checkpoints is the joined state of all workers.
-
-        After a resume, worker 0 continues from the joined state, and the others start empty. While ``is_placeholder()``
-        is true, a batch has no images, and the metric's updates are left out.
-        """
-        prepare_metric(metric, is_placeholder)
-        self._metrics[self.add("state", metric)] = metric
-        if self._rank > 0:
-            metric.reset()
-
-    def add_sums(self, name: str, sums: SampleMargins) -> None:
-        """Keep ``sums`` under ``name``, added up over the workers for each checkpoint; load restored ones, if any."""
-        self._sums[name] = sums
-        sums.load(self._restored.pop(name, {}))
+    # When the loop begins its epochs, and before the first step of an optimizer.
 
     def check_complete(self) -> None:
         """Allow no further objects, as the first epoch begins, and undo what the loop's set-up did to restored ones.
@@ -275,7 +259,12 @@ class CheckpointState:
         Raises UsageError if the checkpoint has the state of what the loop did not prepare.
         """
         if not self._is_complete:
-            self._load_what_has_changed()
+            # Load again networks, and what else the loop has changed since it prepared it: an object of the user's own
+            # may not expect to be loaded twice.
+            for name, prepared in self._prepared.items():
+                if prepared.state_at_start and not prepared.is_as_loaded():
+                    _load(name, prepared.thing, prepared.state_at_start)
+                prepared.state_at_start, prepared.state_as_loaded = {}, None
             self._options.restore(self._held)
         self._is_complete = True
         self._frozen_before_epochs = self._frozen()
@@ -285,6 +274,48 @@ class CheckpointState:
                 "another loop, or prepares that after run.epochs(); prepare the same things in the same order before "
                 "it, or start a new run under another --name."
             )
+
+    def load_added_groups(self, optimizer: Optimizer) -> None:
+        """Load the state of groups that the loop has added since it prepared ``optimizer``, before its first step.
+
+        Nothing happens if the checkpoint had no more groups than were prepared. Raises UsageError if the optimizer has
+        another number of groups by now than in the checkpoint, or they do not fit.
+        """
+        prepared = next((prepared for prepared in self._prepared.values() if prepared.thing is optimizer), None)
+        if prepared is None or prepared.waiting is None:
+            return
+        state = prepared.waiting
+        num_stored, num_prepared = len(state["param_groups"]), len(optimizer.param_groups)
+        if num_stored != num_prepared:
+            stored = f"{format_count(num_stored, 'group')} of parameters"
+            raise UsageError(_GROUPS_MISSING.format(stored=stored, prepared=format_count(num_prepared, "group")))
+        options_before = [dict(group) for group in optimizer.param_groups]
+        try:
+            optimizer.load_state_dict(state)
+        except (RuntimeError, ValueError, KeyError) as error:
+            raise UsageError(f"The checkpoint's optimizer is not the one that the loop prepares: {error}.") from None
+        self._options.restore_added_groups(optimizer, options_before)
+        prepared.waiting = None
+
+    def notes_on_freezing(self, *, within_epoch: bool) -> Iterator[str]:
+        """Yield a note if weights are frozen after the first step of a resume that have learned before, or vice versa.
+
+        A resume ``within_epoch`` must have the same weights frozen. At the start of an epoch, the loop may freeze some,
+        or unfreeze them: weights that learn then are not reported, and frozen ones only if they were so before the
+        first epoch.
+        """
+        before, now = self._restored_frozen or {}, self._frozen()
+        frozen, learning = list[str](), list[str]()
+        for network in (name for name in now if name in before):
+            newly_frozen = [name for name in now[network] if name not in before[network]]
+            frozen += [name for name in newly_frozen if within_epoch or name in self._frozen_before_epochs[network]]
+            learning += [name for name in before[network] if name not in now[network] and within_epoch]
+        if frozen:
+            yield _FROZEN_NOW.format(names=some_of(frozen))
+        if learning:
+            yield _LEARNS_NOW.format(names=some_of(learning))
+
+    # While it trains: what is prepared.
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -309,7 +340,7 @@ class CheckpointState:
 
         Those are networks, moving averages, networks in attributes of other objects, and tensors in state_dicts.
         """
-        things = [thing for thing in self._objects.values() if not isinstance(thing, Optimizer)]
+        things = [prepared.thing for prepared in self._prepared.values() if not isinstance(prepared.thing, Optimizer)]
         inside = [value for thing in things for value in _attributes(thing) if isinstance(value, nn.Module)]
         networks = [thing for thing in (*things, *inside) if isinstance(thing, nn.Module)]
         tensors = [tensor for network in networks for tensor in (*network.parameters(), *network.buffers())]
@@ -318,56 +349,50 @@ class CheckpointState:
         ]
         return {tensor.data_ptr() for tensor in (*tensors, *states) if not nn.parameter.is_lazy(tensor)}
 
+    # At a checkpoint, and when one is evaluated at the end.
+
     def state_dict(self) -> dict[str, StateDict]:
         """Return the state of every prepared object, by name, and the names of the weights that do not learn."""
-        states = {name: thing.state_dict() for name, thing in self._objects.items()}
-        for name, thing in self._objects.items():
-            if isinstance(thing, Optimizer) and thing in self._waiting:
-                states[name] = self._waiting[thing]  # the loop has not added its groups again yet
+        # An optimizer whose groups the loop has not added again yet keeps the state that waits for them.
+        states = {
+            name: prepared.thing.state_dict() if prepared.waiting is None else prepared.waiting
+            for name, prepared in self._prepared.items()
+        }
         return {**states, _FROZEN: self._frozen()}
 
     def _frozen(self) -> dict[str, list[str]]:
         """Return the names of the weights that do not learn, by network."""
-        networks = {name: thing for name, thing in self._objects.items() if isinstance(thing, nn.Module)}
         return {
-            name: [key for key, weight in network.named_parameters() if not weight.requires_grad]
-            for name, network in networks.items()
+            name: [key for key, weight in prepared.thing.named_parameters() if not weight.requires_grad]
+            for name, prepared in self._prepared.items()
+            if isinstance(prepared.thing, nn.Module)
         }
-
-    def notes_on_freezing(self, *, within_epoch: bool) -> Iterator[str]:
-        """Yield a note if weights are frozen after the first step of a resume that have learned before, or vice versa.
-
-        A resume ``within_epoch`` must have the same weights frozen. At the start of an epoch, the loop may freeze some,
-        or unfreeze them: weights that learn then are not reported, and frozen ones only if they were so before the
-        first epoch.
-        """
-        before, now = self._restored_frozen or {}, self._frozen()
-        frozen, learning = list[str](), list[str]()
-        for network in (name for name in now if name in before):
-            newly_frozen = [name for name in now[network] if name not in before[network]]
-            frozen += [name for name in newly_frozen if within_epoch or name in self._frozen_before_epochs[network]]
-            learning += [name for name in before[network] if name not in now[network] and within_epoch]
-        if frozen:
-            yield _FROZEN_NOW.format(names=some_of(frozen))
-        if learning:
-            yield _LEARNS_NOW.format(names=some_of(learning))
-
-    def load_again(self, state: Mapping[str, StateDict]) -> None:
-        """Load everything but the metrics again, from the ``state`` of a checkpoint that will be evaluated."""
-        for name, thing in self._objects.items():
-            if name in self._metrics or name not in state:
-                continue
-            stored = state[name]
-            is_optimizer = isinstance(thing, Optimizer)
-            if is_optimizer and len(stored.get("param_groups", ())) < len(thing.param_groups):
-                continue  # the loop has added groups since, and an evaluation needs no optimizer
-            thing.load_state_dict(stored)
 
     def joined_metrics(self, world_size: int) -> dict[str, StateDict]:
         """Return the states of all workers' metrics and sums, by name. Every worker calls this."""
         states = {name: joined_state(metric, world_size) for name, metric in self._metrics.items()}
         sums = {name: margins.joined_state() for name, margins in self._sums.items()}
         return {**states, **{name: state for name, state in sums.items() if state}}
+
+    def load_again(self, state: Mapping[str, StateDict]) -> None:
+        """Load everything but the metrics again, from the ``state`` of a checkpoint that will be evaluated."""
+        for name, prepared in self._prepared.items():
+            if name in self._metrics or name not in state:
+                continue
+            thing, stored = prepared.thing, state[name]
+            if isinstance(thing, Optimizer) and len(stored.get("param_groups", ())) < len(thing.param_groups):
+                continue  # the loop has added groups since, and an evaluation needs no optimizer
+            thing.load_state_dict(stored)
+
+
+def _load(name: str, thing: Stateful, state: StateDict) -> None:
+    """Load ``state`` into a prepared ``thing`` of this ``name``. Raises UsageError if it does not fit."""
+    try:
+        thing.load_state_dict(state)
+    except (RuntimeError, ValueError, KeyError) as error:
+        shown = "network" if isinstance(thing, nn.Module) else name
+        difference = " ".join(str(error).split())[:300]
+        raise UsageError(f"The checkpoint's {shown} is not the one that the loop prepares: {difference}") from None
 
 
 def _attributes(thing: object) -> list[Any]:
