@@ -105,7 +105,7 @@ def make_run(
     progress = restored.progress if restored else Progress()
 
     # These two refer to each other: networks ask steps for this worker's share of the images, and steps save networks.
-    models = PreparedModels(config, worker, state, lambda: steps.share(), lambda note: steps.report_once(note))
+    models = PreparedModels(config, worker, state, lambda: steps.share())
     steps = Steps(
         config, spec.plan, models, state, checkpoints, reporter, worker, progress, resumes=restored is not None
     )

@@ -108,7 +108,6 @@ class PreparedModels(ExactNetworks):
 
     Args:
         share: returns m_j / M, see :class:`~raytrain.training.exact.gradients.ExactGradients`.
-        report: gets a note for whoever watches the run.
     """
 
     def __init__(
@@ -117,9 +116,8 @@ class PreparedModels(ExactNetworks):
         worker: Worker,
         state: CheckpointState,
         share: Callable[[], Tensor | float],
-        report: Callable[[str], None],
     ) -> None:
-        super().__init__(worker, share, report, gradients_in_bfloat16=config.gradient_dtype == "bfloat16")
+        super().__init__(worker, share, gradients_in_bfloat16=config.gradient_dtype == "bfloat16")
         self.named: dict[str, nn.Module] = {}  # the networks and averages of weights, by their names in checkpoints
         self.built_by_options: set[str] = set()  # networks that run.build_model has made, as the text of their layers
         self._config = config

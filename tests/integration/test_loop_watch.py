@@ -176,6 +176,27 @@ def hooks_that_multiply(model: Any, batch: Any) -> Tensor:
     return F.cross_entropy(model[3](features), batch.labels)
 
 
+def hooks_of_weights(hook: Callable[[Tensor], Tensor | None]) -> Loop:
+    """A loop with a ``hook`` of each weight with two dimensions, from before the first batch on."""
+
+    def loop(run: Any) -> None:
+        model = run.prepare(mlp())
+        for weight in model.parameters():
+            if weight.ndim == 2:
+                weight.register_hook(hook)
+        steps(run, model, run.prepare(SGD(model.parameters(), lr=0.1)), entropy)
+
+    return loop
+
+
+def of_some_rows(gradient: Tensor) -> Tensor:
+    """Keeps the first two rows of a weight as they are, and prunes some of its numbers."""
+    kept = gradient.clone()
+    kept[:2] = 0
+    mask = torch.arange(gradient.shape[1]) % 2 == 0
+    return torch.where(mask, kept * 0.5, 0.0).masked_fill(~mask.flip(0), 0)
+
+
 def hook_by_parts(model: nn.Module, batch: Any) -> Tensor:
     def hook(gradient: Tensor) -> Tensor:
         scaled = 2 * gradient
@@ -629,6 +650,10 @@ NOTES: dict[str, tuple[Loop, str]] = {
     "a hook of a gradient": (by_steps(entropy, Clamped), "register_post_accumulate_grad_hook"),
     "the hardest images by topk": (by_steps(hardest_by_topk), "run.gather("),
     "a hook of a part of a gradient": (by_steps(hook_by_parts, mlp), "register_post_accumulate_grad_hook"),
+    "a hook of a weight": (
+        hooks_of_weights(lambda gradient: gradient.clamp(-0.005, 0.005)),
+        "register_post_accumulate_grad_hook",
+    ),
     "a late hook of a weight": (late_hook, "register_post_accumulate_grad_hook"),
 }
 
@@ -844,6 +869,7 @@ def of_mean(term: Callable[[Tensor], Tensor]) -> Loop:
 
 SILENT: dict[str, Loop] = {
     "hooks that multiply": by_steps(hooks_that_multiply, mlp),
+    "hooks of weights that multiply": hooks_of_weights(of_some_rows),
     "experts": by_steps(entropy, lambda: Between(experts)),
     "class by class": by_steps(class_by_class, mlp),
     "a sum times a fraction": by_steps(

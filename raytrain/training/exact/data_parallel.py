@@ -21,7 +21,6 @@ Networks that one loss trains are given together, so that their gradients share 
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -75,7 +74,7 @@ class ParallelNetworks(ExactNetworks):
     """The networks of one call of :func:`parallel`. Their forwards begin microbatches, by the rules above."""
 
     def __init__(self, worker: Worker, seed: int, batch_norm: BatchNormMode) -> None:
-        super().__init__(worker, self._share, partial(warnings.warn, stacklevel=2))
+        super().__init__(worker, self._share)
         self._batch_norm: BatchNormMode = batch_norm
         # The gathers have a group of their own. In a shared one, a worker that is out of step could get another
         # collective's numbers, for which gloo ends the process.

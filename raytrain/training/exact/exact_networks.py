@@ -56,12 +56,11 @@ class ExactNetworks:
         worker: this process among the workers, and its device.
         share: returns m_j / M, the part of the global batch's M images that this worker has at the moment, by which a
             backward multiplies gradients: a number, or a tensor () on the device; exactly 0.0 without images.
-        report: gets notes for the user.
         gradients_in_bfloat16: send gradients in float32 as bfloat16, in half as many bytes.
 
     Example::
 
-        networks = ExactNetworks(worker, share=lambda: 5 / 8, report=print)
+        networks = ExactNetworks(worker, share=lambda: 5 / 8)
         make_layers_exact(model, "sync", "my call")
         networks.join(model, sees_forwards=True)
         networks.begin(5, samples, step=0, seed=0, scales_gradients=True)  # this worker's 5 of 8 images come next
@@ -72,13 +71,12 @@ class ExactNetworks:
         self,
         worker: Worker,
         share: Callable[[], Tensor | float],
-        report: Callable[[str], None],
         *,
         gradients_in_bfloat16: bool = False,
     ) -> None:
         self.trained: list[nn.Module] = []  # the networks, in the order in which they joined
         self.parameter_ids: set[int] = set()  # id() of each parameter at the begin of the microbatch
-        self.gradients = ExactGradients(worker, share, self.end_backward, report, in_bfloat16=gradients_in_bfloat16)
+        self.gradients = ExactGradients(worker, share, self.end_backward, in_bfloat16=gradients_in_bfloat16)
         self._worker = worker
         self._layers: dict[nn.Module, list[nn.Module]] = {}  # of each network, at the begin of the microbatch
         self._parameters: list[Tensor] = []  # of all networks, each once

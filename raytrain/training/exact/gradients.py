@@ -49,11 +49,6 @@ from raytrain.training.protocols import Worker
 WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "DataParallel", "FSDPModule"}  # of torch
 _FIRST_BYTES, _BYTES = 1 << 20, 25 << 20  # size of the first bucket, which is sent early, and of the others
 _SMALL = 1 << 15  # numbers in a gradient; with fewer, calls of torch take longer than the arithmetic
-HOOK_NOTE = (
-    "a hook of a tensor gets the gradient of the mean over one worker's images, as in DistributedDataParallel, so what "
-    "it changes depends on the number of workers; change parameter.grad after backward(), or use "
-    "register_post_accumulate_grad_hook, which gets the gradient of the global batch"
-)
 
 
 class _HeldHooks(NamedTuple):
@@ -71,12 +66,11 @@ class ExactGradients:
         share: returns m_j / M for the images whose loss is being differentiated, as a number or as a tensor () on the
             device; exactly 0.0 on a worker without images.
         finished: called after each backward, when all gradients are in place, or in the buckets if they are deferred.
-        report: gets notes for the user.
         in_bfloat16: send gradients in float32 as bfloat16.
 
     Example::
 
-        gradients = ExactGradients(worker, share=lambda: 5 / 8, finished=lambda: None, report=print)
+        gradients = ExactGradients(worker, share=lambda: 5 / 8, finished=lambda: None)
         gradients.follow(list(model.parameters()))
         loss.backward()  # of the mean over 5 of 8 images; afterwards .grad is that of the mean over all 8
     """
@@ -86,7 +80,6 @@ class ExactGradients:
         worker: Worker,
         share: Callable[[], Tensor | float],
         finished: Callable[[], None],
-        report: Callable[[str], None],
         *,
         in_bfloat16: bool = False,
     ) -> None:
@@ -98,7 +91,7 @@ class ExactGradients:
             num_groups = 2 if in_bfloat16 and worker.device.type == "cpu" else 1
         self._groups = [own_group(worker.device) for _ in range(num_groups)]
         self._in_bfloat16 = in_bfloat16
-        self._share, self._finished, self._report = share, finished, report
+        self._share, self._finished = share, finished
         self._is_first = True  # no backward has begun yet
         self._factor: Tensor | float = 1.0  # the share, in the backward that is running
         self._is_running = False  # True within a backward, and after one that has raised an exception
@@ -214,8 +207,6 @@ class ExactGradients:
             # The engine would call users' hooks for accumulated gradients before the sums are there. So take the hooks
             # away during the backward, and call them after it, with the gradient of the global batch.
             for parameter in self._parameters:
-                if parameter._backward_hooks:
-                    self._report(HOOK_NOTE)
                 hooks: dict[int, Any] | None = parameter._post_accumulate_grad_hooks  # pyright: ignore
                 if hooks:
                     self._held_hooks.append(_HeldHooks(parameter, registry=hooks, hooks=dict(hooks)))

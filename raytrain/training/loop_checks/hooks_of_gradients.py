@@ -18,15 +18,27 @@ from torch.utils.weak import WeakIdKeyDictionary
 from raytrain.training.loop_checks.torch_functions import DIVISIONS, MULTIPLICATIONS
 
 _PRODUCTS = {*DIVISIONS, *MULTIPLICATIONS, "neg", "__neg__", "neg_", "clone", "detach", "to", "double", "float"}
+_FILLS = {"__setitem__", "masked_fill", "masked_fill_", "index_fill_", "where"}  # with zeros, a product, too
 
 
-def watched_hook(hook: Callable[[Tensor], Any], report: Callable[[], None]) -> Callable[[Tensor], Any]:
+def watched_hook(
+    hook: Callable[[Tensor], Any], report: Callable[[], None], is_watching: Callable[[], bool]
+) -> Callable[[Tensor], Any]:
     """Return ``hook``, which calls ``report`` if it has changed a gradient otherwise than by a product.
 
-    Example: ``tensor.register_hook(watched_hook(lambda gradient: gradient.clamp(-1, 1), lambda: print("a bound")))``
+    That is found out in those calls in which ``is_watching()`` is true. A watched hook is returned as it is.
+
+    Example::
+
+        hook = watched_hook(lambda gradient: gradient.clamp(-1, 1), lambda: print("a bound"), lambda: True)
+        tensor.register_hook(hook)
     """
+    if getattr(hook, "__qualname__", "") == _WATCHED:
+        return hook
 
     def watched(gradient: Tensor) -> Any:
+        if not is_watching():
+            return hook(gradient)
         products = _Products(gradient)
         with products:
             result = hook(gradient)
@@ -35,6 +47,9 @@ def watched_hook(hook: Callable[[Tensor], Any], report: Callable[[], None]) -> C
         return result
 
     return watched
+
+
+_WATCHED = f"{watched_hook.__qualname__}.<locals>.watched"  # the name of what it returns
 
 
 class _Products(TorchFunctionMode):
@@ -55,7 +70,9 @@ class _Products(TorchFunctionMode):
         dependent = [tensor for tensor in tensors if tensor in self._is_product]
         if dependent:
             is_of_one = len(dependent) == 1 and (dependent[0] is args[0] or name not in DIVISIONS)
-            is_product = name in _PRODUCTS and is_of_one and self.has(dependent[0])
+            last = args[-1] if args else None
+            fills_with_zeros = name in _FILLS and isinstance(last, (int, float)) and not last
+            is_product = (name in _PRODUCTS or fills_with_zeros) and is_of_one and self.has(dependent[0])
             written = args[:1] if name == "__setitem__" else ()
             for leaf in (*tree_leaves(result), *written):
                 if isinstance(leaf, Tensor):

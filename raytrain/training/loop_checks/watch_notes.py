@@ -42,6 +42,11 @@ NOTES_ON_LOSSES = {
 }
 """By a mark of the loss, of :mod:`raytrain.training.loop_checks.watched_calls`."""
 
+HOOK = (
+    "a hook of a tensor gets the gradient of the mean over one worker's images, as in DistributedDataParallel, and "
+    "changes it otherwise than by a factor, so it depends on the number of workers; change parameter.grad after "
+    "backward(), or use register_post_accumulate_grad_hook, which gets the gradient of the global batch"
+)
 GENERATOR = (
     "the loop or a network draws random numbers from a generator of its own, the same on each worker for other "
     "images, so that the run depends on the number of workers; draw for each image by its number in batch.samples, "

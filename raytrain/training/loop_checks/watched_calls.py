@@ -44,7 +44,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from raytrain.errors import UsageError
 from raytrain.training.batches.batch import Batch
 from raytrain.training.exact import gather
-from raytrain.training.exact.gradients import HOOK_NOTE
 from raytrain.training.loop_checks.hooks_of_gradients import watched_hook
 from raytrain.training.loop_checks.loop_numbers import LoopNumbers
 from raytrain.training.loop_checks.searching import searching
@@ -65,7 +64,7 @@ from raytrain.training.loop_checks.torch_functions import (
     STATISTICS,
     TAKE_WEIGHTS,
 )
-from raytrain.training.loop_checks.watch_notes import NOTES_ON_LOSSES
+from raytrain.training.loop_checks.watch_notes import HOOK, NOTES_ON_LOSSES
 
 _MAX_NUMBERS_PER_IMAGE = 16  # in a vector of random numbers, which otherwise may be for weights
 _GRAD = cast(Any, Tensor).grad.__get__  # what reads a tensor's gradient
@@ -107,6 +106,7 @@ class WatchedCalls(TorchFunctionMode):
     def __init__(self, report: Callable[[str], None], batch_size: int) -> None:
         super().__init__()
         self.is_paused = False
+        self._is_watching = False  # True within a step that is followed
         self._report = report
         self._batch_size = batch_size  # of the global batch
         self._num_images = 0  # of this worker
@@ -127,6 +127,7 @@ class WatchedCalls(TorchFunctionMode):
 
         If ``swaps``, compute the step with swapped images, too.
         """
+        self._is_watching = True
         for marks in self._marks.values():
             marks.discard("now")
             marks.add("kept")
@@ -136,6 +137,9 @@ class WatchedCalls(TorchFunctionMode):
         self._has_mean_loss, self._image_shape = False, batch.images.shape[1:]
         self._weights, self._shapes_of_weights = set(map(id, weights)), {weight.shape for weight in weights}
         self.numbers.begin(batch.num_used, self._weights)
+        for weight in weights:
+            hooks: dict[int, Any] = weight._backward_hooks or {}  # pyright: ignore[reportAttributeAccessIssue]
+            hooks.update({key: self._watched_hook(hook) for key, hook in hooks.items()})
         if swaps:
             self._swapped.begin(batch, self._weights)
         else:
@@ -144,6 +148,7 @@ class WatchedCalls(TorchFunctionMode):
 
     def end(self, *, draws: bool) -> None:
         """Compute with no swapped images any more, after the step; ``draws`` is True if it has drawn random numbers."""
+        self._is_watching = False
         if not draws and self._swapped.depends_on_places:
             self._report(NOTES_ON_LOSSES["placed"])
         self._swapped.end()
@@ -182,8 +187,8 @@ class WatchedCalls(TorchFunctionMode):
             self._report_on(
                 [leaf for leaf in tree_leaves((args[:1], kwargs.get("tensors"))) if isinstance(leaf, Tensor)]
             )
-        if name == "register_hook" and len(args) == 2 and id(args[0]) not in self._weights:
-            args = args[0], watched_hook(args[1], lambda: self._report(HOOK_NOTE))
+        if name == "register_hook" and len(args) == 2:
+            args = args[0], self._watched_hook(args[1])
         if name == "__iter__" and args[0] in self._marks and args[0].ndim == 1:  # what it gives cannot be seen
             return iter(self.__torch_function__(Tensor.unbind, types, args))
 
@@ -228,6 +233,10 @@ class WatchedCalls(TorchFunctionMode):
                         self._marks[leaf] = marks - (set() if leaf.is_floating_point() else {"scaled", "inverse"})
                 self._follow_single_numbers(name, args, sources, result)
         return result
+
+    def _watched_hook(self, hook: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+        """Return a user's ``hook`` of a gradient, which is watched in those steps that are followed."""
+        return watched_hook(hook, lambda: self._report(HOOK), lambda: self._is_watching)
 
     def _report_on(self, losses: list[Tensor]) -> None:
         """Report the marks of ``losses`` whose backward the loop calls."""
