@@ -64,10 +64,10 @@ class _Prepared:
     """An object that the loop has prepared, and what is still to be loaded into it on a resume.
 
     Attributes:
-        state_at_start: what it gets again as the epochs begin, if the loop has changed it since; empty for optimizers
-            and metrics, and from then on.
-        state_as_loaded: the state that an object of the user's own returned after it was loaded, on the CPU; None for
-            networks, which always get their state again.
+        state_at_start: what it gets again as the epochs begin, and at the first batch of an epoch that a resume enters
+            in its middle, if the loop has changed it since; empty for optimizers, and from then on.
+        state_as_loaded: the state that it returned after it was loaded, on the CPU; None for networks as the epochs
+            begin, which always get their state again then.
         waiting: the state of an optimizer that has more groups than the loop has added by now.
     """
 
@@ -77,7 +77,7 @@ class _Prepared:
     waiting: StateDict | None = None
 
     def is_as_loaded(self) -> bool:
-        """Return True if an object of the user's own has not changed since it was loaded."""
+        """Return True if it has not changed since it was loaded, as far as that is known."""
         loaded = self.state_as_loaded
         return loaded is not None and _is_same_state(to_cpu(self.thing.state_dict()), loaded)
 
@@ -253,19 +253,20 @@ class CheckpointState:
 
     # When the loop begins its epochs, and before the first step of an optimizer.
 
-    def check_complete(self) -> None:
+    def check_complete(self, *, within_epoch: bool = False) -> None:
         """Allow no further objects, as the first epoch begins, and undo what the loop's set-up did to restored ones.
 
-        Raises UsageError if the checkpoint has the state of what the loop did not prepare.
+        If a resume begins ``within_epoch``, keep their states for :meth:`undo_start_of_epoch`. Raises UsageError if the
+        checkpoint has the state of what the loop did not prepare.
         """
         if not self._is_complete:
-            # Load again networks, and what else the loop has changed since it prepared it: an object of the user's own
-            # may not expect to be loaded twice.
-            for name, prepared in self._prepared.items():
-                if prepared.state_at_start and not prepared.is_as_loaded():
-                    _load(name, prepared.thing, prepared.state_at_start)
-                prepared.state_at_start, prepared.state_as_loaded = {}, None
+            self._load_what_has_changed()
             self._options.restore(self._held)
+            if within_epoch:
+                for prepared in self._prepared.values():
+                    if not isinstance(prepared.thing, Optimizer):
+                        prepared.state_at_start = prepared.state_as_loaded = to_cpu(prepared.thing.state_dict())
+                self._options.keep_entered()
         self._is_complete = True
         self._frozen_before_epochs = self._frozen()
         if self._restored:
@@ -274,6 +275,25 @@ class CheckpointState:
                 "another loop, or prepares that after run.epochs(); prepare the same things in the same order before "
                 "it, or start a new run under another --name."
             )
+
+    def undo_start_of_epoch(self) -> None:
+        """Undo what the loop has done to prepared objects since a resume has entered an epoch in its middle.
+
+        A loop may change them between the start of an epoch and its first batch: it multiplies a rate, steps a
+        scheduler, or copies weights to a teacher. The attempt before has done so, and the checkpoint has the result.
+        """
+        self._load_what_has_changed()
+        self._options.restore_entered()
+
+    def _load_what_has_changed(self) -> None:
+        """Load again networks, and what else the loop has changed since it was loaded, and forget their states.
+
+        An object of the user's own may not expect to be loaded twice, so that is done only if it has changed.
+        """
+        for name, prepared in self._prepared.items():
+            if prepared.state_at_start and not prepared.is_as_loaded():
+                _load(name, prepared.thing, prepared.state_at_start)
+            prepared.state_at_start, prepared.state_as_loaded = {}, None
 
     def load_added_groups(self, optimizer: Optimizer) -> None:
         """Load the state of groups that the loop has added since it prepared ``optimizer``, before its first step.

@@ -45,6 +45,8 @@ class ResumedOptions:
         self._resumes = resumes
         self._built: dict[Optimizer, list[Options]] = {}  # of each group as the loop has built it
         self._loaded: dict[Optimizer, list[Options]] = {}  # of each group after loading
+        # As a resume has entered an epoch in its middle: the options of each group, and the states of the weights.
+        self._entered: dict[Optimizer, tuple[list[Options], dict[Any, Options]]] = {}
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -86,6 +88,24 @@ class ResumedOptions:
                 rates = getattr(scheduler, attribute, None)
                 if isinstance(rates, list) and len(rates) == len(of_groups):  # pyright: ignore[reportUnknownArgumentType]
                     setattr(scheduler, attribute, [rate * ratio for rate, ratio in zip(rates, of_groups, strict=True)])
+
+    def keep_entered(self) -> None:
+        """Keep the options and the state of all optimizers for :meth:`restore_entered`."""
+        for optimizer in self._loaded:
+            options = [options_of(group) for group in optimizer.param_groups]
+            self._entered[optimizer] = options, {weight: dict(state) for weight, state in optimizer.state.items()}
+
+    def restore_entered(self) -> None:
+        """Set the options and the state that were kept in all optimizers, and forget them."""
+        for optimizer, (options, states) in self._entered.items():
+            for kept, group in zip(options, optimizer.param_groups, strict=False):  # the loop may have added groups
+                for name, value in kept.items():
+                    if isinstance(value, torch.Tensor) and isinstance(group.get(name), torch.Tensor):
+                        group[name].copy_(value)  # a compiled optimizer has this tensor
+                    else:
+                        group[name] = value
+            optimizer.state.update(states)
+        self._entered.clear()
 
     def restore_added_groups(self, optimizer: Optimizer, before: list[Options]) -> None:
         """Set the options of all groups, after those that the loop has added to ``optimizer`` have been loaded, too.

@@ -261,11 +261,11 @@ class Run:
 
         Raises UsageError if the loop has not prepared everything that the checkpoint holds.
         """
-        self.state.check_complete()
+        per_epoch, num_steps = self.plan.steps_per_epoch, self.plan.num_steps
+        self.state.check_complete(within_epoch=self.progress.step % per_epoch > 0)
         self.steps.open(self._evaluate_when_due)
         if self.steps.is_over:
             return
-        per_epoch, num_steps = self.plan.steps_per_epoch, self.plan.num_steps
 
         local_batches = self.batches.read_ahead(self.progress.step)
         try:
@@ -298,6 +298,7 @@ class Run:
         run, a note is reported if no weight has changed.
         """
         first_step = self.progress.step
+        self.state.undo_start_of_epoch()
         # A resume may begin with an epoch that trains nothing, such as one for the statistics of batch norm.
         digest_before = None if first_step else self.models.digest_of_weights()
         while not self.steps.is_over and self.progress.step < last_step:

@@ -187,6 +187,40 @@ def scheduler_of_epochs(run: Run) -> None:
         scheduler.step()
 
 
+class Sum:
+    """The sum of an epoch's losses, and the largest one, which weight its next losses."""
+
+    total = largest = 0.0
+
+    def state_dict(self) -> dict[str, float]:
+        return {"total": self.total, "largest": self.largest}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.total, self.largest = state["total"], state["largest"]
+
+
+def changes_at_the_start_of_an_epoch(run: Run) -> None:
+    """What an epoch changes before its first batch is not done again by a resume in its middle."""
+    model, teacher = run.prepare(run.build_model()), run.prepare(run.build_model())
+    kept = run.prepare(Sum())
+    optimizer = run.prepare(torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9))
+    scheduler = run.prepare(ExponentialLR(optimizer, 0.9))
+    for epoch in run.epochs():
+        scheduler.step()
+        optimizer.param_groups[0]["lr"] *= 0.5
+        optimizer.state.clear()
+        teacher.load_state_dict(model.state_dict())
+        kept.total = 0.0
+        for batch in epoch:
+            logits = model(batch.images)
+            distance = (logits - teacher(batch.images)).square().mean()
+            loss = F.cross_entropy(logits, batch.labels) * (1 + 0.1 * kept.total) + distance
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            kept.total += run.total([loss.item() * batch.num_used])[0] / run.total([batch.num_used])[0]
+
+
 def rate_in_a_tensor(run: Run) -> None:
     """A rate as torch advises it for compiled optimizers; two schedulers change the tensor in place."""
     model = run.prepare(run.build_model())
@@ -377,6 +411,7 @@ SAME_ON_ANY_WORKERS = (
     accumulates_over_batches,
     scheduler_of_batches,
     scheduler_of_epochs,
+    changes_at_the_start_of_an_epoch,
     scheduler_of_its_own,
     rate_in_a_tensor,
     sharpness_aware,
