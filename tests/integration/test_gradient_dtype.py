@@ -75,7 +75,6 @@ def gradients_of_uneven_batches(in_bfloat16: bool) -> tuple[dict[str, Tensor], f
         Worker.here(torch.device("cpu")),
         lambda: sizes[rank] / 4,
         lambda: None,
-        print,
         in_bfloat16=in_bfloat16,
     )
     with pytest.MonkeyPatch.context() as patched:
