@@ -237,6 +237,7 @@ def through_a_bar(run: Run) -> None:
         for batch in _with_bar(epoch):
             learn(model, optimizer, batch)
             num_seen += len(batch.labels)
+            run.log(seen=float(num_seen))
 
 
 def _with_bar(epoch: Any) -> Any:
@@ -337,18 +338,24 @@ class Meter:
 
 
 class Events:
-    """Has no functions for any event; reading one adds an empty list of them."""
+    """Has no functions for any event; reading one adds an empty list of them. Counts them for a line on the screen."""
 
     def __init__(self) -> None:
         self.handlers: defaultdict[str, list[Callable[[], None]]] = defaultdict(list)
+        self.num_fired = 0
+
+    def log(self, line: str) -> None:
+        print(line)
 
     def fire(self, name: str) -> None:
+        self.num_fired += 1
+        self.log(f"event {self.num_fired}")
         for handler in self.handlers[name]:
             handler()
 
 
 def sane(run: Run) -> None:
-    """What begins again in each epoch, is computed from its number, is prepared, is a time, or holds nothing."""
+    """What begins again in each epoch, is computed from its number, is prepared, is a time, is printed or is empty."""
     events = Events()
     events.fire("start")
     model, optimizer = prepared(run)
@@ -356,6 +363,7 @@ def sane(run: Run) -> None:
     criterion = run.prepare(Kept())
     last_time, meter, results = time.perf_counter(), Meter(), {"loss": 0.0}
     confusion, limit = torch.zeros(4, 4), float("nan")
+    global_step = 0
     for epoch in run.epochs():
         meter.reset()
         confusion.zero_()
@@ -373,6 +381,10 @@ def sane(run: Run) -> None:
             confusion[batch.labels, batch.labels] += 1
             if number % 2 == 0:
                 print(number, meter.mean, meter.value)
+            global_step += 1
+            if global_step % 2 == 0:
+                shown = 100 * meter.mean
+                print(f"step {global_step / len(epoch):.1f} {shown}")
         scheduler.step()
         events.fire(f"epoch {epoch.number}")
         results["loss"] = sum(losses)

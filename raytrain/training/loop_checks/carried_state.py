@@ -36,6 +36,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from raytrain.config.user_code import is_of_user, is_users_class
 from raytrain.training.exact.agreement import digest_of_tensors, has_digest
 from raytrain.training.loop_checks.loop_source import with_inner_code
+from raytrain.training.loop_checks.shown_names import is_shown_counter
 from raytrain.training.random_numbers import state_of
 
 _MAX_FRAMES = 12  # up the stack
@@ -75,6 +76,8 @@ class CarriedState:
         self._named: set[str] = set()
         # Attributes and global variables that a function of the user's reads before it writes them.
         self._attributes: set[str] | None = None
+        # Files with the code that was searched for them.
+        self._files: set[str] = set()
         # IDs of the objects whose attributes this look has searched.
         self._searched: set[int] = set()
         # The time on each clock when this attempt began.
@@ -102,7 +105,11 @@ class CarriedState:
         # The first look finds out which attributes carry something.
         frames = [users_frame for users_frame in users_frames(frame) if id(users_frame) in self._live]
         if self._attributes is None:
-            self._attributes = _carried_attributes(frames)
+            codes = _reached_code(frames)
+            self._files = {code.co_filename for code in codes}
+            self._attributes = {
+                name for code in codes for inner in with_inner_code(code) for name in _carried_in(inner)
+            }
 
         # Collect what the variables of the noted functions hold, and then those of their modules. If such a function is
         # a script itself, all of its module's variables are local ones: those that the epoch reads count.
@@ -126,9 +133,9 @@ class CarriedState:
         if self._first is None:
             self._first = contents
         changed = [key for key, content in contents.items() if self._first.get(key, content) != content]
-        new_names = [key[0] for key in changed if key[0] not in self._named and not self._is_time(contents[key])]
-        self._named.update(new_names)
-        return new_names
+        new = {key[0]: contents[key] for key in changed if key[0] not in self._named}
+        self._named.update(new)
+        return [name for name, content in new.items() if not self._is_harmless(name, content, frames)]
 
     def _in_value(
         self, name: str, value: Any, in_checkpoints: set[int], *, counts: bool, identity: int = 0, depth: int = 0
@@ -182,11 +189,16 @@ class CarriedState:
             self._held += [held] if self._first is None else []
         yield from self._in_value(name, held, in_checkpoints, counts=is_carried, identity=identity, depth=depth + 1)
 
-    def _is_time(self, content: Any) -> bool:
-        """Return whether a number is a time of this attempt, as a clock shows it: a resume begins it anew, rightly."""
-        if not isinstance(content, float):
+    def _is_harmless(self, name: str, content: Any, frames: list[FrameType]) -> bool:
+        """Return whether a resume may begin a number anew: a time of this attempt, or a counter that is only shown."""
+        if isinstance(content, float):
+            return any(began - 1 <= content <= clock() for began, clock in zip(self._began, _CLOCKS, strict=True))
+        if not isinstance(content, int):
             return False
-        return any(began - 1 <= content <= clock() for began, clock in zip(self._began, _CLOCKS, strict=True))
+        for frame in frames:
+            if name in frame.f_locals and frame.f_locals is not frame.f_globals:
+                return is_shown_counter(name, [frame.f_code.co_filename], frame.f_lineno)
+        return is_shown_counter(name, self._files)
 
 
 def users_frames(frame: FrameType | None) -> Iterator[FrameType]:
@@ -276,11 +288,11 @@ def _has_extra_state(thing: Any) -> bool:
     return isinstance(thing, nn.Module) and type(thing).get_extra_state is not nn.Module.get_extra_state
 
 
-def _carried_attributes(frames: list[FrameType]) -> set[str]:
-    """Return the names of attributes and global variables that a function reads before it writes them.
+def _reached_code(frames: list[FrameType]) -> list[CodeType]:
+    """Return the code of all functions and methods of the user's that ``frames`` may reach.
 
-    Searched are all functions and methods of the user's in the modules of ``frames``, in modules of the user's that
-    these import, and in the modules that imported functions come from.
+    These are in the modules of ``frames``, in modules of the user's that these import, and in the modules that imported
+    functions come from.
     """
     namespaces: list[Mapping[str, Any]] = [frame.f_globals for frame in frames]  # still to be searched
     seen: set[int] = set()
@@ -300,7 +312,7 @@ def _carried_attributes(frames: list[FrameType]) -> set[str]:
             elif _is_users_function(value):
                 codes[id(value.__code__)] = value.__code__
                 namespaces.append(value.__globals__)
-    return {name for code in codes.values() for inner in with_inner_code(code) for name in _carried_in(inner)}
+    return list(codes.values())
 
 
 def _is_users_function(value: object) -> bool:
