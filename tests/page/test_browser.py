@@ -468,6 +468,16 @@ def test_all_charts_of_a_run_have_the_same_steps(visit: Visit, tmp_path: Path) -
         assert "39" not in page.evaluate("window.written"), "the axis of the accuracy begins with the first step, too"
 
 
+def test_a_value_that_stays_the_same_is_drawn_on_a_logarithmic_scale(visit: Visit, tmp_path: Path) -> None:
+    store_run(tmp_path, "run", [step_row(step, loss=100.0) for step in range(1, 60)])  # smoothed, all but equal
+    with page_of(tmp_path, "run") as server:
+        page = visit("about:blank")
+        page.add_init_script(WRITTEN)
+        page.goto(server.url)
+        page.get_by_role("button", name="log", exact=True).first.click()
+        page.wait_for_function("window.written.includes('1,000')", timeout=60_000)  # a power of ten
+
+
 def test_the_home_lists_all_runs_and_leads_to_each(visit: Visit, tmp_path: Path) -> None:
     rows = [
         row for step in (1, 2, 3) for row in (step_row(step, loss=1 / step), evaluation_row(step, accuracy=step / 9))

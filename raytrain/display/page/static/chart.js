@@ -138,7 +138,7 @@ export class Chart {
       bands,
       legend: { show: false },
       padding: [8, this.axis === "time" ? 32 : 18, 0, 0], // room for half of the last label
-      scales: { x: { time: false, auto: false, distr: this.axis === "rate" ? 3 : 1, range: (plot, low, high) => [low, high] }, y: this.log ? { distr: 3 } : { range: (plot, low, high) => this.limits ?? padded(low, withoutOutliers(plot, low, high, share)) } },
+      scales: { x: { time: false, auto: false, distr: this.axis === "rate" ? 3 : 1, range: (plot, low, high) => [low, high] }, y: this.log ? { distr: 3, range: (plot, low, high) => decades(low, high) } : { range: (plot, low, high) => this.limits ?? padded(low, withoutOutliers(plot, low, high, share)) } },
       axes: [
         { ...axis, size: 24, gap: 4, space: 64, label: AXIS_LABELS[this.axis], labelFont: axis.font, labelSize: 14, labelGap: 0, ...(this.axis === "step" && { incrs: WHOLE }), values: (plot, ticks) => ticks.map((tick) => TICKS[this.axis](tick)) },
         { ...axis, size: 54, gap: 6, values: (plot, ticks, number, space, interval) => ticks.map((tick) => (tick == null ? "" : this.format(tick, interval))) },
@@ -198,6 +198,13 @@ function withoutOutliers(plot, low, high, share) {
   const values = plot.data.slice(1).flat().filter((value) => value != null).sort((a, b) => a - b);
   const most = values[Math.floor(share * (values.length - 1))];
   return values.length >= 20 && high - low > 4 * (most - low) && most > low ? most + (most - low) / 4 : high;
+}
+
+/** The ends of a logarithmic axis. uPlot's are the same for values that only rounding tells apart, such as a smoothed 0.01. */
+function decades(low, high) {
+  if (low == null) return [null, null];
+  const [bottom, top] = uPlot.rangeLog(low, high, 10, false);
+  return bottom < top ? [bottom, top] : [bottom / 10, 10 * top];
 }
 
 function padded(low, high) {
