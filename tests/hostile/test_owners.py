@@ -38,6 +38,7 @@ from raytrain.runs.metrics_history import History, read_metrics
 from raytrain.runs.outcome import Progress, StopReason
 from raytrain.runs.ownership import Claim, RunClaim, claim_run
 from raytrain.runs.status import read_status
+from raytrain.storage.bucket import BucketStore
 from raytrain.storage.folder import FolderStore
 from raytrain.storage.open import open_store
 from raytrain.storage.store import ObjectChanged, Store
@@ -129,7 +130,20 @@ def test_the_embedded_server_is_known_to_have_no_conditions(s3_url: str, caplog:
     assert "has no conditional writes" in caplog.text
 
 
-def test_without_conditions_the_later_of_two_at_the_same_moment_wins(s3_url: str) -> None:
+def test_without_conditions_the_later_of_two_at_the_same_moment_wins(
+    s3_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Neither reads its claim back before both have written theirs, however slow this machine is.
+    number, both_have_written, put_if = itertools.count(), threading.Barrier(2), BucketStore.put_if
+
+    def put_and_meet(self: BucketStore, path: str, data: bytes, expected: bytes | None) -> None:
+        try:
+            put_if(self, path, data, expected)
+        finally:
+            if next(number) < 2:
+                both_have_written.wait(60)
+
+    monkeypatch.setattr(BucketStore, "put_if", put_and_meet)
     owners, refused = claimed_at_the_same_moment(run_store(s3_url, "run"), 2)
     assert (len(owners), len(refused)) == (1, 1)
     owners[0].close()
