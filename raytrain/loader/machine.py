@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import tempfile
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -14,6 +13,7 @@ import psutil
 
 from raytrain.config.extras import extra
 from raytrain.errors import UsageError
+from raytrain.storage.temporary_files import temporary_folder
 
 _CACHE_FRACTION = 0.3  # of the memory that is available, as Ray's object store
 _FREE_FRACTION = 0.8  # of a folder's free space that images may take
@@ -62,7 +62,7 @@ def image_memory() -> tuple[str, int]:
     """
     wanted_bytes = int(_CACHE_FRACTION * available_bytes())
     best_folder, most_bytes = _SHARED_MEMORY, -1
-    for folder in (_SHARED_MEMORY, tempfile.gettempdir()):  # the faster one first, which is taken among equals
+    for folder in (_SHARED_MEMORY, temporary_folder()):  # the faster one first, which is taken among equals
         room_bytes = 0
         with suppress(OSError):
             room_bytes = min(wanted_bytes, int(_FREE_FRACTION * shutil.disk_usage(folder).free))

@@ -10,12 +10,26 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
+from raytrain.errors import UsageError
 from raytrain.storage.locks import acquire
 
 _PREFIX, _LOCK = "raytrain-", "lock"
 _NAME = re.compile(rf"{_PREFIX}[a-z0-9_]{{8}}")  # as tempfile.mkdtemp makes it
 _MARK = b"A temporary folder of raytrain. Removed once its process has ended.\n"
 """The content of the lock file, so that nobody else's folder is taken for one of these."""
+
+
+def temporary_folder() -> str:
+    """Return the system's folder for temporary files.
+
+    Raises UsageError if there is none that can be written, as in a container with read-only disks alone.
+    """
+    try:
+        return tempfile.gettempdir()
+    except FileNotFoundError:
+        raise UsageError(
+            "There is no folder for temporary files that can be written; set TMPDIR to one that can."
+        ) from None
 
 
 class TemporaryFolder:
@@ -26,7 +40,7 @@ class TemporaryFolder:
     """
 
     def __init__(self, parent: str | None = None) -> None:
-        parent = parent or tempfile.gettempdir()
+        parent = parent or temporary_folder()
         _remove_abandoned(Path(parent))
         self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
         self._lock = acquire(self.path / _LOCK)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from raytrain.errors import UsageError
+from raytrain.loader.machine import image_memory
 from raytrain.storage.temporary_files import TemporaryFolder
 
 pytestmark = pytest.mark.not_quick
@@ -60,3 +62,13 @@ def test_a_temporary_folder_exists_as_long_as_its_process(tmp_path: Path, monkey
         assert not held.exists()
         assert (tmp_path / "raytrain-of-something-else").exists()
     assert not ours.exists()
+
+
+def test_without_any_folder_for_temporary_files_a_sentence_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def find_none() -> str:
+        raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr("tempfile.gettempdir", find_none)
+    for use in (TemporaryFolder, image_memory):
+        with pytest.raises(UsageError, match="set TMPDIR to one"):
+            use()
