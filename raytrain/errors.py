@@ -194,6 +194,16 @@ def shell_command(*words: str, storage: str = "./runs", program: str = "raytrain
     return shlex.join([*uv, program, *words, *in_storage])
 
 
+def format_dollars(dollars: float) -> str:
+    """Return an amount with cents, below a dollar with four digits after the point.
+
+    Example:
+        >>> format_dollars(1234.5), format_dollars(0.0123)
+        ('$1,234.50', '$0.0123')
+    """
+    return f"${dollars:,.2f}" if dollars >= 1 else f"${dollars:.4f}"
+
+
 def format_count(number: float, noun: str) -> str:
     """Return a number with its noun in singular or plural.
 

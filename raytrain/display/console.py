@@ -68,16 +68,6 @@ class PlainConsole(Console):
             yield segment if segment.control else Segment(printable(segment.text), segment.style)
 
 
-def format_dollars(dollars: float) -> str:
-    """Return an amount with cents, below a dollar with four digits after the point.
-
-    Example:
-        >>> format_dollars(1234.5), format_dollars(0.0123)
-        ('$1,234.50', '$0.0123')
-    """
-    return f"${dollars:,.2f}" if dollars >= 1 else f"${dollars:.4f}"
-
-
 def format_duration(seconds: float) -> str:
     """Return hours, minutes and seconds, as in 00:12:34."""
     minutes, second = divmod(int(seconds), 60)

@@ -11,10 +11,10 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from raytrain.display.console import format_dollars, format_duration, status_style
+from raytrain.display.console import format_duration, status_style
 from raytrain.display.curves import curve_heading, curve_plots
 from raytrain.display.event_text import event_text
-from raytrain.errors import format_count
+from raytrain.errors import format_count, format_dollars
 from raytrain.monitor.snapshot import Snapshot
 from raytrain.runs.metric_row import MetricRow, own_metrics
 from raytrain.runs.redact import one_line

@@ -6,8 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from raytrain.display.console import format_dollars
-from raytrain.errors import format_count
+from raytrain.errors import format_count, format_dollars
 from raytrain.monitor import events
 from raytrain.monitor.events import Event
 from raytrain.runs.outcome import StopReason, stop_reason_of

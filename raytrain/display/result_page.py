@@ -10,9 +10,9 @@ from rich.text import Text
 
 from raytrain.config import TrainConfig
 from raytrain.config.named_functions import names_own_function
-from raytrain.display.console import format_dollars, format_duration, key_value_table, metric_label
+from raytrain.display.console import format_duration, key_value_table, metric_label
 from raytrain.display.event_text import shown_summary
-from raytrain.errors import flag, format_count, shell_command
+from raytrain.errors import flag, format_count, format_dollars, shell_command
 from raytrain.experiments.best_metric import best_metric_of
 from raytrain.runs.documents import CHECKPOINTS
 from raytrain.runs.outcome import StopReason, TrainResult, resume_command

@@ -16,7 +16,6 @@ from raytrain.data.labels.listing import lost_files
 from raytrain.display.console import (
     UNKNOWN,
     add_row,
-    format_dollars,
     format_duration,
     format_option,
     format_optional,
@@ -31,7 +30,7 @@ from raytrain.display.console import (
 from raytrain.display.curves import comparison_plots, curve_heading, curve_plots
 from raytrain.display.event_text import shown_summary
 from raytrain.display.result_page import command_line, is_resumed
-from raytrain.errors import format_count, shell_command
+from raytrain.errors import format_count, format_dollars, shell_command
 from raytrain.experiments.compare import SortKey, compare_records, last_row
 from raytrain.experiments.sweep_plan import parse_sweep, sweep_command
 from raytrain.runs.documents import plain

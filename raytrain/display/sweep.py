@@ -15,7 +15,7 @@ from rich.text import Text
 
 from raytrain.config.named_functions import names_own_function
 from raytrain.config.option_calls import takes_config
-from raytrain.display.console import UNKNOWN, format_dollars, format_optional, metric_label
+from raytrain.display.console import UNKNOWN, format_optional, metric_label
 from raytrain.display.curves import GREY, ORANGE, plain_axes, titled_figure, whole_ticks
 from raytrain.display.event_text import stop_text
 from raytrain.display.notebook import CellOutput
@@ -23,7 +23,7 @@ from raytrain.display.result_page import command_line, resume_heading, try_next
 from raytrain.display.run_tables import Column, column_if_known, rows_table, status_text
 from raytrain.display.scaling import scaling_figure, scaling_plots, scaling_sentences, scaling_table
 from raytrain.display.terminal import LiveView, startup_lines
-from raytrain.errors import UsageError, option_name, shell_command
+from raytrain.errors import UsageError, format_dollars, option_name, shell_command
 from raytrain.experiments.sweep import sweep as run_sweep
 from raytrain.experiments.sweep_options import Pruner, Sampler, SweepOptions
 from raytrain.experiments.sweep_plan import PLAN

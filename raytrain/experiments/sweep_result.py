@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from raytrain.errors import format_dollars
 from raytrain.experiments.scaling import Scaling
 from raytrain.experiments.search_space import Point
 from raytrain.experiments.trial_results import TrialResult
@@ -128,7 +129,7 @@ def message_of_sweep(result: SweepResult, failure: str | None = None) -> dict[st
     if best is not None and best.value is not None:
         value = f"{best.metric.replace('_', ' ')} {best.value:.4f}"
         text += f": {best.name} is the best of {len(result.trials)}, {value} with {as_typed(best.values)}"
-    text += "" if result.dollars is None else f", ${result.dollars:,.2f}"
+    text += "" if result.dollars is None else f", {format_dollars(result.dollars)}"
     text += f". {failure}" if failure else ""
 
     # The same facts as single values, without those that are not known.

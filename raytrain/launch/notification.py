@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from raytrain.config import TrainConfig
-from raytrain.errors import UsageError, format_count
+from raytrain.errors import UsageError, format_count, format_dollars
 from raytrain.runs.outcome import TrainResult
 from raytrain.runs.redact import keep_secret, one_line, redact
 
@@ -106,7 +106,7 @@ def message_of(result: TrainResult) -> dict[str, Any]:
     ]
     if result.best_value is not None and result.best_metric not in (None, "accuracy"):
         measured.append(f"best {result.best_metric.replace('_', ' ')} {result.best_value:.4f}")
-    measured += [] if result.dollars is None else [f"${result.dollars:,.2f}"]
+    measured += [] if result.dollars is None else [format_dollars(result.dollars)]
     text = f"Run {result.name} {result.status} after {format_count(result.steps, 'step')}"
     if result.stop_reason is not None:
         kind = result.stop_reason.kind.replace("_", " ")

@@ -7,7 +7,7 @@ import dataclasses
 from raytrain.config import TrainConfig
 from raytrain.config.option_marks import Mark
 from raytrain.config.options import options_with
-from raytrain.errors import UsageError, flag, format_count
+from raytrain.errors import UsageError, flag, format_count, format_dollars
 from raytrain.recipes import RECIPES
 from raytrain.runs.checkpoint_files import newest_checkpoint
 from raytrain.runs.documents import CONFIG, SUMMARY, read_config, read_json, run_store
@@ -121,6 +121,6 @@ def check_budget(config: TrainConfig, before: RunStatus, subject: str) -> None:
     """
     if config.max_cost is not None and (before.dollars or 0.0) >= config.max_cost:
         raise UsageError(
-            f"{subject} has cost ${before.dollars:,.2f} already, and --max-cost is {config.max_cost:g}; give a higher "
-            "limit to go on."
+            f"{subject} has cost {format_dollars(before.dollars or 0.0)} already, and --max-cost is "
+            f"{config.max_cost:g}; give a higher limit to go on."
         )

@@ -97,6 +97,7 @@ def test_a_webhook_gets_one_message_with_a_text_and_the_facts(webhook: Webhook) 
     assert path == f"/services/{TOKEN}"
     assert message["text"] == "Run first finished after 12 steps: validation accuracy 0.9700, $1.50"
     assert (message["status"], message["run_dir"], message["dollars"]) == ("finished", "runs/first", 1.5)
+    assert message_of(train_result(dollars=0.0017))["text"].endswith("0.9700, $0.0017")  # as everywhere below a dollar
 
 
 def test_a_failure_and_a_stop_say_why_without_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
