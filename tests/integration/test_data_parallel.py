@@ -9,6 +9,7 @@ import copy
 import gc
 import pickle
 import re
+import warnings
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -567,6 +568,22 @@ def test_mistakes_of_all_processes_are_refused() -> None:
         assert "raytrain.parallel got a DistributedDataParallel" in inside
         assert "into a DistributedDataParallel, which would sum gradients a second time" in around
         assert "create_graph=True" in twice
+
+
+def warnings_on_a_hook() -> list[str]:
+    """Train a step with a hook of a weight; return the warnings on it."""
+    model = raytrain.parallel(network())
+    next(model.parameters()).register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        backward_of(model)
+    return [str(warning.message) for warning in caught]
+
+
+def test_a_hook_of_a_weight_is_told_what_it_gets() -> None:
+    assert run_in_processes(1, warnings_on_a_hook) == [[]]
+    for (warning,) in run_in_processes(2, warnings_on_a_hook):
+        assert "a hook of a weight gets the gradient" in warning
 
 
 def called_by_process_0_alone() -> str:

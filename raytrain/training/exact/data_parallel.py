@@ -21,6 +21,7 @@ Networks that one loss trains are given together, so that their gradients share 
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -43,6 +44,11 @@ from raytrain.training.protocols import Worker
 First = TypeVar("First", bound=nn.Module)
 Second = TypeVar("Second", bound=nn.Module)
 Third = TypeVar("Third", bound=nn.Module)
+_HOOK = (
+    "a hook of a weight gets the gradient of the mean over one process's images, as in DistributedDataParallel, so it "
+    "may multiply it and do nothing else; change parameter.grad after backward(), or use "
+    "register_post_accumulate_grad_hook, which gets the gradient of the global batch"
+)
 _FORWARD, _BACKWARD = 0.0, 1.0  # the action with which a worker sends its number of images
 
 
@@ -140,6 +146,8 @@ class ParallelNetworks(ExactNetworks):
         # If a backward will follow, gather the numbers of images. In evaluation mode, one worker may be alone.
         self._gather = None
         if network.training and torch.is_grad_enabled():
+            if self._worker.world_size > 1 and any(parameter._backward_hooks for parameter in self._parameters):
+                warnings.warn(_HOOK, stacklevel=2)
             self._gather = self._begin_gather(_FORWARD, self.trained.index(network))
             self._check_actions()
         samples = self._images.samples
