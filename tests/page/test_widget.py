@@ -97,31 +97,33 @@ def test_an_executed_notebook_keeps_the_last_picture(tmp_path: Path) -> None:
     assert "finished" in shown[0].data["text/html"] and "evaluated after epoch 2" in shown[0].data["text/html"]
 
 
-@pytest.mark.parametrize(
-    ("view", "console"),
-    [
-        ("terminal.TerminalView", "None"),
-        ("terminal.TerminalView", "__import__('rich.console').console.Console(force_jupyter=False)"),
-        ("sweep.SweepTerminalView", "None"),
-    ],
-)
-def test_a_view_in_an_executed_notebook_keeps_its_last_picture_alone(view: str, console: str) -> None:
-    update = {"terminal.TerminalView": FRAMES, "sweep.SweepTerminalView": TRIALS}[view]
-    module, _, name = view.partition(".")
-    source = f"from raytrain.display.{module} import {name} as View\nCONSOLE = {console}\n{update}"
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source)])
-    shown = NotebookClient(notebook, resources={"metadata": {"path": ROOT}}).execute().cells[0].outputs
-    assert len(shown) == 1 and "49" in shown[0].data["text/html"]
-    assert ">48" not in shown[0].data["text/html"]
-    if view == "sweep.SweepTerminalView":
-        assert "interrupt the kernel to stop all with checkpoints" in shown[0].data["text/html"]
+def test_a_view_in_an_executed_notebook_keeps_its_last_picture_alone() -> None:
+    own_console = "__import__('rich.console').console.Console(force_jupyter=False)"
+    views = (
+        ("terminal", "TerminalView", "None", FRAMES),
+        ("terminal", "TerminalView", own_console, FRAMES),
+        ("sweep", "SweepTerminalView", "None", TRIALS),
+    )
+    sources = [
+        f"from raytrain.display.{module} import {name} as View\nCONSOLE = {console}\n{update}"
+        for module, name, console, update in views
+    ]
+    notebook = nbformat.v4.new_notebook(cells=list(map(nbformat.v4.new_code_cell, sources)))
+    cells = NotebookClient(notebook, resources={"metadata": {"path": ROOT}}).execute().cells
+    for cell in cells:
+        (shown,) = cell.outputs
+        assert "49" in shown.data["text/html"] and ">48" not in shown.data["text/html"]
+    assert "interrupt the kernel to stop all with checkpoints" in cells[-1].outputs[0].data["text/html"]
 
 
-def test_an_error_in_a_notebook_is_a_sentence_with_its_line(tmp_path: Path) -> None:
+def test_an_error_in_a_notebook_is_a_sentence_with_its_line_and_a_view_says_why_a_run_cannot_start(
+    tmp_path: Path,
+) -> None:
     render_digits(tmp_path / "digits", num_images=100)
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source.strip()) for source in MISTAKES])
     client = NotebookClient(notebook, resources={"metadata": {"path": tmp_path}}, allow_errors=True)
-    errors = [cell.outputs[-1].traceback for cell in client.execute().cells[1:]]
+    cells = client.execute().cells
+    errors = [cell.outputs[-1].traceback for cell in cells[1:]]
     assert all(len(lines) == 2 and len(lines[0]) < 500 for lines in errors), errors
     assert all(lines[0].startswith("StorageError: There is no folder") for lines in errors[:2])
     assert errors[0][1] == 'cell In[2], line 1: raytrain.train(raytrain.recipes.digits(data="nowhere", ' + (
@@ -129,20 +131,13 @@ def test_an_error_in_a_notebook_is_a_sentence_with_its_line(tmp_path: Path) -> N
     )
     assert errors[1][1] == "cell In[3], line 2: await handle"
     assert "(cell In[4], line 4: `batch.images.reshape(3, 5, 7)`)" in errors[2][0]
+    below_the_start = [output.get("data", {}).get("text/html", "") for output in cells[2].outputs]
+    assert any("nowhere" in html for html in below_the_start), below_the_start
 
 
 def test_each_dot_of_a_picture_has_the_width_of_a_letter() -> None:
     html = as_html(Text("│\u28ff\u2800\u2801│"))
     assert html.count("width:1ch") == 2 and ">\u28ff</i> <i" in html  # no font of a browser need have the dots
-
-
-def test_a_run_that_cannot_start_says_why_below_the_cell(tmp_path: Path) -> None:
-    notebook = stored_notebook(tmp_path, epochs=2)
-    (tmp_path / "digits").rename(tmp_path / "elsewhere")
-    notebook.cells[0].source += WAIT  # nbclient drops what comes between two cells
-    client = NotebookClient(notebook, resources={"metadata": {"path": tmp_path}}, allow_errors=True)
-    shown = client.execute().cells[0].outputs
-    assert any("digits/train" in output.get("data", {}).get("text/html", "") for output in shown), shown
 
 
 @pytest.mark.slow
