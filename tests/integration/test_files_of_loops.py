@@ -41,7 +41,6 @@ def failing(run: raytrain.Run) -> None:
     raise KeyError("after")
 
 
-@pytest.mark.usefixtures("new_agents")
 @pytest.mark.parametrize("backend", ["local", pytest.param("ray", marks=pytest.mark.slow)])
 def test_a_bucket_has_them_and_a_resume_goes_on_with_them(backend: str, images: Path, s3_url: str) -> None:
     put_images(images, open_store(f"{s3_url}/images"))
