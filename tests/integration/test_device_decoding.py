@@ -53,7 +53,8 @@ def any_device_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"raytrain.{module}.gpu_decoder_problem", lambda device: None)
 
 
-@pytest.mark.parametrize("cache_side", [None, 1.25])
+# Crops of images that were kept are those of test_crops, and a loader keeps those of a device below.
+@pytest.mark.parametrize("cache_side", [None, pytest.param(1.25, marks=pytest.mark.slow)])
 def test_weights_are_the_same_on_any_number_of_workers_and_after_a_resume(
     cache_side: float | None, photos: Path, tmp_path: Path
 ) -> None:
