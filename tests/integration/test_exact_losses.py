@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -186,10 +187,10 @@ def test_gradients_are_those_of_the_global_batch_for_losses_of_many_forms(num_wo
     run_in_processes(num_workers, check_losses, str(tmp_path))
 
 
-def check_microbatches(folder: str, sums_once: bool) -> None:
-    """Gradients of microbatches add up, without a division, to those of the whole batch."""
+def check_microbatches(folder: str) -> None:
+    """Gradients of microbatches add up, without a division, to those of the whole batch, sent each time and once."""
 
-    def loop(run: Run) -> None:
+    def loop(run: Run, sums_once: bool) -> None:
         model: nn.Sequential = run.prepare(network(run))
         optimizer = run.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
         for epoch in run.epochs():
@@ -202,15 +203,14 @@ def check_microbatches(folder: str, sums_once: bool) -> None:
                 torch.testing.assert_close(gradients_of(model), wanted, rtol=1e-10, atol=1e-12)
                 optimizer.step()
 
-    train_loop(loop, folder, dataclasses.replace(OPTIONS, accumulate=3))
+    options = dataclasses.replace(OPTIONS, accumulate=3)
+    for sums_once in (False, True):
+        train_loop(partial(loop, sums_once=sums_once), f"{folder}/{sums_once}", options)
 
 
-@pytest.mark.parametrize("sums_once", [False, True])
 @pytest.mark.parametrize("num_workers", [1, 3])
-def test_gradients_of_microbatches_add_up_to_those_of_the_global_batch(
-    num_workers: int, sums_once: bool, tmp_path: Path
-) -> None:
-    run_in_processes(num_workers, check_microbatches, str(tmp_path), sums_once)
+def test_gradients_of_microbatches_add_up_to_those_of_the_global_batch(num_workers: int, tmp_path: Path) -> None:
+    run_in_processes(num_workers, check_microbatches, str(tmp_path))
 
 
 def count_collectives(folder: str) -> list[int]:
@@ -366,10 +366,10 @@ class Recording(torch.optim.SGD):
         return super().step(closure)
 
 
-def check_scaled(folder: str, precision: str) -> None:
-    """Two optimizers step with gradients that GradScaler has divided by the scale."""
+def check_scaled(folder: str) -> None:
+    """Two optimizers step with gradients that GradScaler has divided by the scale, which is 1 in float32."""
 
-    def loop(run: Run) -> None:
+    def loop(run: Run, precision: str) -> None:
         model: nn.Sequential = run.prepare(network(run))
         head, body = model[3], model[1]
         optimizers = [run.prepare(Recording(each.parameters(), lr=0.1)) for each in (head, body)]
@@ -390,15 +390,14 @@ def check_scaled(folder: str, precision: str) -> None:
                 got = [*optimizers[1].got, *optimizers[0].got]
                 torch.testing.assert_close(got, wanted, rtol=0.02, atol=2e-3)
 
-    train_loop(loop, folder, config(batch_size=7, precision=precision))
+    for precision in ("float32", "float16"):
+        options = config(batch_size=7, precision=precision)
+        train_loop(partial(loop, precision=precision), f"{folder}/{precision}", options)
 
 
-@pytest.mark.parametrize("precision", ["float32", "float16"])
 @pytest.mark.parametrize("num_workers", [1, 2])
-def test_scaled_gradients_are_exact_in_the_loop_and_in_each_of_two_optimizers(
-    num_workers: int, precision: str, tmp_path: Path
-) -> None:
-    run_in_processes(num_workers, check_scaled, str(tmp_path), precision)
+def test_scaled_gradients_are_exact_in_the_loop_and_in_each_of_two_optimizers(num_workers: int, tmp_path: Path) -> None:
+    run_in_processes(num_workers, check_scaled, str(tmp_path))
 
 
 def train_with_overflows(folder: str) -> tuple[list[Tensor], list[float]]:
