@@ -1,4 +1,4 @@
-"""Parts that commands share: their result, common arguments, and a question before something is deleted."""
+"""Parts that commands share: their result, common arguments, a question to whoever sits at the terminal, and when the command was started."""
 
 from __future__ import annotations
 
@@ -11,9 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import FlagCreatePairsOff, Positional, arg
-
-from raytrain.errors import UsageError
-from raytrain.runs.redact import one_line
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -46,18 +43,6 @@ Address = Annotated[str | None, arg(help="Ray cluster to use; by default RAY_ADD
 RunName = Annotated[Positional[str], arg(help="Name of the run.")]
 Storage = Annotated[str, arg(help="Where runs are stored: a folder or a URL (s3://…, gs://…, az://…).")]
 Trust = Annotated[Flag, arg(help="Run the network also if it is code of whoever wrote the run.")]
-
-
-def confirmed(question: str) -> bool:
-    """Ask whoever sits at the terminal, and return True if the answer is yes or y.
-
-    Raises UsageError, which names ``--yes``, if standard input is no terminal.
-
-    Example: ``confirmed("Delete first from ./runs?")``
-    """
-    if not sys.stdin.isatty():
-        raise UsageError(f"{one_line(question)} Nobody can be asked here; add --yes to answer with yes.")
-    return ask(f"{one_line(question)} [y/N] ") in ("y", "yes")
 
 
 def ask(question: str) -> str:

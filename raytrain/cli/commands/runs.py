@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
@@ -10,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from tyro.conf import Positional, arg
 
 import raytrain
-from raytrain.cli.command import CommandResult, Flag, RunName, Storage, confirmed
+from raytrain.cli.command import CommandResult, Flag, RunName, Storage, ask
 from raytrain.errors import UsageError, format_count, shell_command
+from raytrain.runs.redact import one_line
 
 if TYPE_CHECKING:
     from raytrain.display.page.server import PageServer
@@ -148,8 +150,12 @@ def rm(
     runs = tuple(dict.fromkeys(runs))  # a name that is given twice is deleted once
     for name in runs:
         open_run(storage, name)  # raises UsageError if there is none, before anything is deleted
-    if not yes and not confirmed(f"Delete {', '.join(runs)} from {storage}, with all checkpoints?"):
-        return CommandResult("Nothing was deleted.", {"deleted": []}, exit_code=1)
+    if not yes:
+        question = one_line(f"Delete {', '.join(runs)} from {storage}, with all checkpoints?")
+        if not sys.stdin.isatty():
+            raise UsageError(f"{question} Nobody can be asked here; add --yes to answer with yes.")
+        if ask(f"{question} [y/N] ") not in ("y", "yes"):
+            return CommandResult("Nothing was deleted.", {"deleted": []}, exit_code=1)
 
     # The trials are looked up before their sweep is deleted, whose documents name them.
     trials = [trial for name in runs for trial in begun_trials(storage, name) if trial not in runs]
