@@ -200,7 +200,8 @@ def _own_images(trained: TrainedRun, labels: Location | None) -> tuple[Part, Sto
 
     They are its test images, or, if it has none, its validation images.
 
-    Raises UsageError if the run has stored no list of either, or if the user gave ``labels``.
+    Raises UsageError if the run has stored no list of either, or if the user gave ``labels``, and StorageError if
+    their folder cannot be read.
     """
     if labels is not None:
         raise UsageError("--labels is for other images than the run's own; give those with --data.")
@@ -208,7 +209,10 @@ def _own_images(trained: TrainedRun, labels: Location | None) -> tuple[Part, Sto
     for part, document in documents.items():
         with suppress(FileNotFoundError):
             manifest = Manifest.from_parquet(trained.store.get(document))
-            return part, open_store(manifest.url), manifest
+            images = open_store(manifest.url)
+            if images.cloud is None:  # in a folder that is gone, each image would count as one that cannot be decoded
+                images.check_readable()
+            return part, images, manifest
     raise UsageError(f"Run {trained.name!r} has no list of the images that it held out; give images with --data.")
 
 

@@ -27,7 +27,7 @@ from raytrain.data.images.image_format import ImageFormat, ImageShape
 from raytrain.data.labels.folders import build_manifest
 from raytrain.data.labels.manifest import list_images
 from raytrain.data.plan.permutation import Int64s
-from raytrain.errors import RaytrainError, UsageError
+from raytrain.errors import RaytrainError, StorageError, UsageError
 from raytrain.inference.embeddings import NetworkWithEmbeddings
 from raytrain.inference.evaluate import EvaluationResult
 from raytrain.launch.placement import Hardware, place
@@ -257,7 +257,7 @@ def split(trained: Path, images: Path) -> Path:
     return trained
 
 
-def test_without_data_a_runs_own_test_images_are_measured(split: Path) -> None:
+def test_without_data_a_runs_own_test_images_are_measured(split: Path, images: Path) -> None:
     result = raytrain.evaluate("first", storage=str(split))
     assert isinstance(result, EvaluationResult)
     assert [score.images for score in result.per_class] == [0, 0, 8] and result.trained_on is None
@@ -265,6 +265,9 @@ def test_without_data_a_runs_own_test_images_are_measured(split: Path) -> None:
     assert result.macro_f1 == pytest.approx(2 * foxes.right / (8 + foxes.right))  # of the only class that has images
     with pytest.raises(UsageError, match="--labels is for other images"):
         raytrain.evaluate("first", labels="labels.csv", storage=str(split))
+    shutil.rmtree(images)
+    with pytest.raises(StorageError, match=f"There is no folder {images}"):
+        raytrain.evaluate("first", storage=str(split))
 
 
 def test_an_evaluation_tells_how_many_images_were_trained_on(split: Path, images: Path, tmp_path: Path) -> None:
