@@ -183,6 +183,8 @@ class Classifier(nn.Module):
         file cannot be read.
         """
         crop = self.cropping.crop
+        if isinstance(image, Image.Image) and image.mode == "F":  # Pillow itself would take 1 for nearly black
+            image = np.asarray(image)
         if isinstance(image, Image.Image):
             try:
                 return pixels_of(turn_upright(image), self.shape, crop)

@@ -289,9 +289,18 @@ def test_one_image_is_classified_whatever_it_is(trained: Path, images: Path) -> 
     pixels = np.asarray(Image.open(file))
     expected = model.classify([file])[0]
     tensor = torch.from_numpy(pixels.copy())
-    for image in (file, str(file), file.read_bytes(), Image.open(file), pixels, pixels[..., None], pixels / 255):
+    for image in (
+        file,
+        str(file),
+        file.read_bytes(),
+        bytearray(file.read_bytes()),
+        Image.open(file),
+        pixels,
+        pixels[..., None],
+        pixels / 255,
+    ):
         assert model.classify(image) == expected
-    for image in (io.BytesIO(file.read_bytes()), file.open("rb"), bytearray(file.read_bytes())):
+    for image in (io.BytesIO(file.read_bytes()), file.open("rb"), Image.fromarray((pixels / 255).astype(np.float32))):
         assert model.classify(image) == expected
     assert model.classify((tensor / 255).bfloat16().float()) == model.classify((tensor / 255).bfloat16())
     for image in (tensor, tensor[None], tensor[..., None].repeat(1, 1, 3), (tensor / 255)[None]):
