@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -189,7 +190,7 @@ def node_warnings(node: Node) -> Iterator[str]:
         yield (
             f"/dev/shm has {node.report.shm_bytes / 1e9:,.1f} GB and the object store "
             f"{node.object_store_bytes / 1e9:,.1f} GB, so images are written to disk; run the container with "
-            f"--shm-size {node.object_store_bytes / 2**30:.0f}g or more."
+            f"--shm-size {math.ceil(node.object_store_bytes / 2**30)}g or more."
         )
     # With wrong clocks, a run whose heartbeat looks old is taken over, and S3 refuses signatures.
     if abs(node.clock_ahead_s) > _CLOCK_TOLERANCE_S:

@@ -23,7 +23,7 @@ from rich.console import Console
 
 from raytrain.demo.s3_server import S3Server
 from raytrain.diagnostics import doctor, node_probe
-from raytrain.diagnostics.doctor import DoctorReport, Finding, diagnose
+from raytrain.diagnostics.doctor import DoctorReport, Finding, diagnose, node_warnings
 from raytrain.diagnostics.node_probe import Disk, Node, ProbeRequest, probe_node
 from raytrain.display.diagnostics_tables import doctor_page
 from raytrain.errors import UsageError
@@ -230,6 +230,8 @@ def test_gpus_are_shown_and_those_that_ray_does_not_count_reported(
     assert report.ok
     assert "Ray counts 0 of the 2 GPUs that the NVIDIA driver reports; start Ray with --num-gpus 2" in warnings
     assert "/dev/shm has 0.1 GB and the object store" in warnings
+    node = dataclasses.replace(report.nodes[0], object_store_bytes=5 << 29)
+    assert any("--shm-size 3g or more" in sentence for sentence in node_warnings(node)), "2 GiB would be too little"
     assert "The nodes have NVIDIA drivers 550.54.14, 570.86.15; install the same one" in warnings
 
 
