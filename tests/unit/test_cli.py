@@ -36,6 +36,7 @@ from raytrain.errors import StorageError, TrainingFailed
 from raytrain.inference.classification_metrics import ClassScore, score
 from raytrain.recipes import RECIPES, alexnet_transfer, auto, cifar10_fast
 from raytrain.runs.documents import SUMMARY, open_run, read_config, run_store, write_config, write_json
+from raytrain.runs.logs import STARTUP
 from raytrain.runs.outcome import train_command
 from raytrain.runs.status import RunStatus, write_status
 from tests.helpers.snapshots import train_result
@@ -848,3 +849,16 @@ def test_an_output_that_takes_nothing_is_no_traceback(storage: str, redirected: 
     line = f"{shlex.join([sys.executable, '-m', 'raytrain', 'show', 'first', '--storage', storage])} {redirected}"
     done = subprocess.run(["bash", "-c", line], stderr=subprocess.PIPE, text=True, check=False)
     assert (done.returncode, done.stderr.strip()) == (code, sentence)
+
+
+def test_serve_says_what_its_start_waits_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def serve(run: str, *, ready: Callable[[str], object], **options: object) -> None:
+        STARTUP.info("waiting for Ray on this machine …")
+        ready(f"http://127.0.0.1:8000/{run}")
+
+    monkeypatch.setattr(raytrain, "serve", serve)
+    assert main(["serve", "first"]) == 0
+    printed = capsys.readouterr()
+    assert printed.err == "waiting for Ray on this machine …\n" and printed.out.startswith("Serving at http://127.0")

@@ -10,6 +10,7 @@ import logging
 import sys
 from contextlib import redirect_stdout
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Literal
 
 from tyro.conf import Positional, arg
@@ -170,10 +171,13 @@ def serve(run: RunName, serving: ServingOptions) -> CommandResult:
     Example: raytrain serve first
     """
 
+    from raytrain.display.terminal import startup_lines
+
     def print_address(url: str) -> None:
         print(f"Serving at {url}, for example: curl --data-binary @IMAGE.jpg {url}", flush=True)
 
-    raytrain.serve(run, ready=print_address, **vars(serving))
+    with startup_lines(partial(print, file=sys.stderr, flush=True)):
+        raytrain.serve(run, ready=print_address, **vars(serving))
     return CommandResult("", {"run": run, "host": serving.host, "port": serving.port})
 
 
