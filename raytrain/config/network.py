@@ -97,9 +97,11 @@ class NetworkOptions:
     decoder: Annotated[Literal["auto", Decoder], Mark.DECIDED_AT_START] = "auto"
     """What decodes JPEGs for training. gpu: each worker's GPU, which needs raytrain[gpu-decoder]; the workers then get
     files in place of pixels. auto: gpu if all workers can, else cpu. All other images are decoded by CPUs."""
-    mean: Annotated[tuple[float, ...] | None, Mark.DECIDED_AT_START] = option_field(default=None, converter=NUMBERS)
+    mean: Annotated[tuple[Annotated[float, Interval(ge=0, le=1)], ...] | None, Mark.DECIDED_AT_START] = option_field(
+        default=None, converter=NUMBERS
+    )
     """Mean of each channel to subtract, in 0..1; by default as timm's weights want it, or of the training images."""
-    std: Annotated[tuple[Annotated[float, Interval(gt=0)], ...] | None, Mark.DECIDED_AT_START] = option_field(
+    std: Annotated[tuple[Annotated[float, Interval(gt=0, le=1)], ...] | None, Mark.DECIDED_AT_START] = option_field(
         default=None, converter=NUMBERS
     )
     """Standard deviation of each channel to divide by, in 0..1; by default as --mean."""

@@ -127,7 +127,9 @@ class OptimisationOptions:
         KnownAs("opt"),
     ] = "sgd"
     """SGD with momentum, or AdamW; LAMB for large batches, or Lion, both from timm."""
-    momentum: Annotated[NonNegativeFloat, Mark.CHOSEN_BY_AUTO, Mark.SWEEPABLE, TakenBy("run.build_optimizer")] = 0.9
+    momentum: Annotated[
+        float, Interval(ge=0, lt=1), Mark.CHOSEN_BY_AUTO, Mark.SWEEPABLE, TakenBy("run.build_optimizer")
+    ] = 0.9
     """Momentum of SGD."""
     nesterov: Annotated[bool, Mark.CHOSEN_BY_AUTO, Mark.SWEEPABLE, TakenBy("run.build_optimizer")] = False
     """SGD looks ahead along its momentum, as Nesterov's does."""

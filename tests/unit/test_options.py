@@ -251,6 +251,12 @@ def test_python_code_may_write_a_value_in_its_own_types(option: str, given: Any,
         ({"model": torch.nn.Linear}, "--model is a function or a class; name it, as in file.py:function."),
         ({"test_views": ["mirror"]}, "--test-views is ['mirror']; give flip, shift."),
         ({"learning_rate": float("nan")}, "--learning-rate is nan; it must be at least 0."),
+        (
+            {"mean": (123.0, 117.0, 104.0)},
+            "--mean is (123.0, 117.0, 104.0); each number must be at least 0 and at most 1.",
+        ),
+        ({"std": (58.0, 57.0, 57.0)}, "--std is (58.0, 57.0, 57.0); each number must be above 0 and at most 1."),
+        ({"momentum": 9.0}, "--momentum is 9.0; it must be at least 0 and below 1."),
     ],
 )
 def test_a_value_of_another_type_is_refused(given: dict[str, Any], sentence: str) -> None:
