@@ -1,4 +1,4 @@
-"""Parts that commands share: their result, common arguments, a question to whoever sits at the terminal, and when the command was started."""
+"""Parts that commands share: their result, common arguments, when they were started, and a question to a person."""
 
 from __future__ import annotations
 
