@@ -6,8 +6,8 @@ from .data.table_file import history as history
 from .datasets.pack import pack as pack
 from .diagnostics.audit import audit as audit
 from .diagnostics.profile import profile as profile
+from .display.find_rate import find_rate as find_rate
 from .display.look import look as look
-from .display.rate import find_rate as find_rate
 from .display.sweep import sweep as sweep
 from .display.train import start as start
 from .display.train import train as train

@@ -69,8 +69,8 @@ def find_rate(
 ) -> RateResult:
     """Train one short run with a rising learning rate; return its losses, and the rate that they suggest.
 
-    The arguments are those of :func:`raytrain.display.rate.find_rate`. ``view`` is called about twice a second with the
-    run's :class:`Snapshot`; without one, nothing is shown. Raises what :func:`raytrain.train` raises, and UsageError if
+    The arguments are those of :func:`raytrain.find_rate`. ``view`` is called about twice a second with the run's
+    :class:`Snapshot`; without one, nothing is shown. Raises what :func:`raytrain.train` raises, and UsageError if
     ``max_steps`` is below 20, or fewer than 20 steps have a finite loss.
     """
     short = _config_of_range_test(config)

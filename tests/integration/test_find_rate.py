@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import StepLR
 
 import raytrain
 from raytrain.demo.demo import render_digits
-from raytrain.display.rate import rate_figure, rate_page
+from raytrain.display.find_rate import rate_figure, rate_page
 from raytrain.errors import UsageError
 from raytrain.experiments.find_rate import smooth, suggest
 from raytrain.monitor.snapshot import Snapshot

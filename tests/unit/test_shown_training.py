@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import raytrain
-from raytrain.display import rate as display_rate
+from raytrain.display import find_rate as display_rate
 from raytrain.display import sweep as display_sweep
 from raytrain.display import train as display_train
 from raytrain.experiments.sweep_result import SweepResult

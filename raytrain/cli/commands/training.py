@@ -189,7 +189,7 @@ def find_rate(
     Example: raytrain find-rate cifar10 --data s3://bucket/train
     """
     from raytrain.display.curves import save_png
-    from raytrain.display.rate import rate_figure, rate_page
+    from raytrain.display.find_rate import rate_figure, rate_page
     from raytrain.storage.open import check_output
 
     check_output(output, (".png",))  # before it trains; the default name is known only afterwards
