@@ -213,6 +213,39 @@ def hardest_by_topk(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(model(batch.images), batch.labels, reduction="none").topk(4)[0].mean()
 
 
+TABLE = torch.randn(4, 12, 3, 8, 8, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+
+
+def by_table(model: nn.Module, batch: Any) -> Tensor:
+    """Noise that was drawn before the first batch, for each place in a batch."""
+    noise = 0.3 * TABLE[batch.step % 4, : len(batch.images)]
+    return F.cross_entropy(model(batch.images + noise), batch.labels)
+
+
+def free_adversarial(run: Any) -> None:
+    """Changes of images that a loop keeps by their places, as free adversarial training does."""
+    model, change = run.prepare(mlp()), torch.zeros(12, 3, 8, 8, dtype=torch.float64)
+
+    def loss_of(model: nn.Module, batch: Any) -> Tensor:
+        added = change[: len(batch.images)].clone().requires_grad_()
+        loss = F.cross_entropy(model(batch.images + added), batch.labels)
+        (slope,) = torch.autograd.grad(loss, added, retain_graph=True)
+        change[: len(batch.images)] += 0.1 * slope.sign()
+        return loss
+
+    steps(run, model, run.prepare(SGD(model.parameters(), lr=0.1)), loss_of)
+
+
+def part_by_part(model: Any, batch: Any) -> Tensor:
+    """Features that are written into new tensors: two images at once, and those of a class."""
+    written = torch.zeros(len(batch.images), 8, dtype=torch.float64)
+    for first in range(0, len(batch.images), 2):
+        written[first : first + 2] = model[:3](batch.images[first : first + 2])
+    doubled = torch.zeros_like(written)
+    doubled[batch.labels < 2] = written[batch.labels < 2]
+    return F.cross_entropy(model[3](written + doubled), batch.labels)
+
+
 def shaped_as_a_bias(run: Any) -> None:
     """A factor for each image, of which a worker of two has as many as there are numbers in a bias."""
     generator = torch.Generator().manual_seed(3)
@@ -650,6 +683,8 @@ NOTES: dict[str, tuple[Loop, str]] = {
     "a hook of a gradient": (by_steps(entropy, Clamped), "register_post_accumulate_grad_hook"),
     "the hardest images by topk": (by_steps(hardest_by_topk), "run.gather("),
     "a hook of a part of a gradient": (by_steps(hook_by_parts, mlp), "register_post_accumulate_grad_hook"),
+    "noise by place": (by_steps(by_table, mlp), "by their places"),
+    "changes by place": (free_adversarial, "a tensor of a step before"),
     "a hook of a weight": (
         hooks_of_weights(lambda gradient: gradient.clamp(-0.005, 0.005)),
         "register_post_accumulate_grad_hook",
@@ -868,6 +903,7 @@ def of_mean(term: Callable[[Tensor], Tensor]) -> Loop:
 
 
 SILENT: dict[str, Loop] = {
+    "features written part by part": by_steps(part_by_part, mlp),
     "hooks that multiply": by_steps(hooks_that_multiply, mlp),
     "hooks of weights that multiply": hooks_of_weights(of_some_rows),
     "experts": by_steps(entropy, lambda: Between(experts)),

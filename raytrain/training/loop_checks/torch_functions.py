@@ -22,7 +22,7 @@ MULTIPLICATIONS = {"mul", "__mul__", "__rmul__", "multiply", "mul_", "__imul__",
 JOINS = {"cat", "concat", "concatenate", "stack", "vstack"}  # of several tensors
 ADDITIONS = {  # of several tensors
     *("add", "sub", "__add__", "__radd__", "__sub__", "__rsub__", "add_", "sub_", "__iadd__", "__isub__"),
-    *JOINS,
+    *("__setitem__", *JOINS),
 }
 COMPARISONS = {"lt", "le", "gt", "ge", "eq", "ne", "__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__"}
 LINEAR = {
@@ -32,6 +32,7 @@ LINEAR = {
     *("add_", "sub_", "mul_", "div_", "__iadd__", "__isub__", "__imul__", "__itruediv__", "multiply", "subtract"),
     *("half", "bfloat16", "type", "cpu", "cuda", "contiguous", "requires_grad_", "nansum", "nanmean", "expand"),
     *("matmul", "__matmul__", "__rmatmul__", "dot", "mv", "mm", "inner", "einsum", "tensordot", "unbind", "grad"),
+    "__setitem__",
 }
 BENDS = {  # functions that are linear in parts, so that a value need not show where they bend
     *("abs", "clamp", "clamp_", "clamp_min", "clamp_max", "clip", "relu", "relu_", "leaky_relu", "hardtanh"),
@@ -42,6 +43,7 @@ BENDS = {  # functions that are linear in parts, so that a value need not show w
 
 PUT_BACK = {  # rows where they were before a selection
     *("index_add", "index_add_", "index_copy", "index_copy_", "index_put", "index_put_", "scatter", "scatter_add"),
+    "__setitem__",
 }
 LIKE_ANOTHER = {"to", "type_as", "expand_as", "view_as", "reshape_as"}  # the other tensor gives only type or shape
 NEW_TENSORS = {

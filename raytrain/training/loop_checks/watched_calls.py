@@ -19,7 +19,8 @@ A tensor that depends on the batch has a set of marks. All tensors that are comp
 - ``gathered``: the tensor is a gradient that has passed ``run.gather``, and so belongs to this worker's rows alone.
 - ``kept``: the tensor was computed in an earlier step. ``now``: it depends on the batch of this one. A loss with the
   first alone is of a batch that is over.
-- ``placed``: rows were written whose places are a part of the batch, such as its first half.
+- ``placed``: rows were written whose places are a part of the batch, such as its first half. ``filled``: the first
+  such write was into a new tensor, which may be filled part by part.
 - ``guard``: the tensor says whether there is any of something, or compares a number with 0 or 1.
 - ``row 3``: the tensor depends on that number of a vector with a number for each image, which Python has taken out of
   it, as a loop over the vector does. This is harmless unless Python compares two of them, as ``sorted`` does.
@@ -67,6 +68,7 @@ from raytrain.training.loop_checks.torch_functions import (
 from raytrain.training.loop_checks.watch_notes import HOOK, NOTES_ON_LOSSES
 
 _MAX_NUMBERS_PER_IMAGE = 16  # in a vector of random numbers, which otherwise may be for weights
+_CUT = -1  # stands for a seed: rows were cut from a tensor of the loop's by the number of this worker's images
 _GRAD = cast(Any, Tensor).grad.__get__  # what reads a tensor's gradient
 
 
@@ -203,11 +205,19 @@ class WatchedCalls(TorchFunctionMode):
             for source in sources:
                 del self._marks[source]
             return result
-        self._follow_drawn(name, kwargs.get("generator"), sources, leaves, result)
+        result_or_written = args[0] if name == "__setitem__" else result
+        if name == "__getitem__" and not sources and self._is_cut(args, result):
+            self._drawn[result] = {_CUT}
+        self._follow_drawn(name, kwargs.get("generator"), sources, leaves, result_or_written)
         if name == "__bool__" and sources and self._is_decision(sources[0]):
             self.numbers.note_decision(result, sys._getframe(1))
-        if name == "__setitem__" and args[0] in self._marks and _is_part_of_rows(args[0], args[1], self._num_images):
-            self._marks[args[0]].add("placed")
+        if name == "__setitem__" and _is_part_of_rows(args[0], args[1], self._num_images):
+            # A new tensor may be filled part by part, as by a network that gets a few images at once.
+            if args[0] in self._marks and "filled" not in self._marks[args[0]]:
+                self._marks[args[0]].add("placed")
+            elif sources and id(args[0]) not in self._weights:
+                self._marks[args[0]] = {"filled"}
+                sources.append(args[0])
         if func is torch.autograd.grad:
             self._follow_gradients(args, kwargs, result)
             if gather.num_backwards > num_gathers:
@@ -218,7 +228,7 @@ class WatchedCalls(TorchFunctionMode):
             if isinstance(result, Tensor) and self._has_mean_loss and self._is_of_images(args[0]):
                 self._marks[result] = {"now", "scaled"}
         elif sources and self._num_images > 1 and name not in NEW_TENSORS:
-            call = _Call(name, args, kwargs, sources, result, self._num_images)
+            call = _Call(name, args, kwargs, sources, result_or_written, self._num_images)
             if func is F.batch_norm and call.argument(5, "training"):
                 raise UsageError(
                     "A network that is not prepared has batch norm in training mode, which normalises with one "
@@ -228,7 +238,7 @@ class WatchedCalls(TorchFunctionMode):
                 )
             with searching(f"what the result of {name} depends on"):
                 marks = self._marks_of(call)
-                for leaf in [result] if isinstance(result, Tensor) else tree_leaves(result):
+                for leaf in tree_leaves(result_or_written):
                     if isinstance(leaf, Tensor) and id(leaf) not in self._weights:
                         self._marks[leaf] = marks - (set() if leaf.is_floating_point() else {"scaled", "inverse"})
                 self._follow_single_numbers(name, args, sources, result)
@@ -278,11 +288,25 @@ class WatchedCalls(TorchFunctionMode):
         drawn = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf in self._drawn]
         seeds = set[int]().union(*(self._drawn[tensor] for tensor in drawn))
         if sources and name not in TAKE_WEIGHTS and any(tensor.ndim for tensor in (*drawn, *sources)):
-            self.seeds |= seeds
+            self.seeds |= seeds - {_CUT}
+            if _CUT in seeds and name not in JOINS:
+                self._report(NOTES_ON_LOSSES["placed"])
         elif seeds and not sources:
             for leaf in [result] if isinstance(result, Tensor) else tree_leaves(result):
                 if isinstance(leaf, Tensor) and id(leaf) not in self._weights:
                     self._drawn[leaf] = seeds
+
+    def _is_cut(self, args: Any, rows: Any) -> bool:
+        """Return whether ``rows`` are a slice of a tensor of numbers with a row for each of this worker's images.
+
+        Such is ``noise[:len(images)]``. ``args`` are the tensor and the index.
+        """
+        parts = args[1] if isinstance(args[1], tuple) else (args[1],)
+        index = next((part for part in parts if not isinstance(part, int)), None)
+        is_slice = isinstance(index, slice) and index != slice(None) and isinstance(rows, Tensor) and rows.ndim > 0
+        if not is_slice or not rows.is_floating_point() or id(args[0]) in self._weights:
+            return False
+        return len(rows) == self._num_images > 1 and bool((rows != rows[:1]).any())
 
     def _follow_gradients(self, args: Any, kwargs: Any, gradients: Any) -> None:
         """Mark ``gradients`` of weights and the like as statistics, because they are sums over this worker's images.
