@@ -13,11 +13,11 @@ from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 from raytrain.config import TrainConfig
 from raytrain.config.optimisation import is_per_worker
 from raytrain.config.option_marks import Mark
-from raytrain.config.option_values import matches
+from raytrain.config.option_values import hints_of, matches
 from raytrain.config.options import option_known_as, options_with
 from raytrain.errors import UsageError, did_you_mean, option_name
 
-Value = float | int | bool | str
+Value = float | int | bool | str | None
 Point = dict[str, Value]
 """A value for each option that a sweep varies, by the name of its field in TrainConfig."""
 
@@ -38,7 +38,7 @@ class Range:
     log: bool
     whole: bool
 
-    def draw(self, generator: random.Random) -> Value:
+    def draw(self, generator: random.Random) -> float:
         """Return a random number of the range, rounded to four digits, so that it is easy to read and to type."""
         # Rounding gives each whole number an interval of one unit, so the first and the last need half a unit more.
         low, high = (self.low - 0.5, self.high + 0.5) if self.whole else (self.low, self.high)
@@ -56,8 +56,9 @@ Space = dict[str, Domain]
 def parse(words: Sequence[str]) -> Space:
     """Return the space of the ``words`` of ``--vary``, each one option with its values, or with a range of numbers.
 
-    A number may be one for each worker if the option takes that, such as ``batch-size=32/worker``. Raises UsageError if
-    an option may not vary or is named twice, or if a value or a range is wrong.
+    A number may be one for each worker if the option takes that, such as ``batch-size=32/worker``, and ``none`` is None
+    if the option may be None, as in ``weights=none,DEFAULT``. Raises UsageError if an option may not vary or is named
+    twice, or if a value or a range is wrong.
 
     Example: ``parse(["optimizer=sgd,lion", "learning-rate=log:1e-4..1"])``
     """
@@ -93,10 +94,7 @@ def parse(words: Sequence[str]) -> Space:
         # A list of values, which is what anything but a range of numbers is.
         kind = kinds[name]
         if kind not in (int, float) or ".." not in text:
-            space[name] = tuple(
-                value if is_per_worker(value) and _takes_text(name) else _value(flag, value, kind)
-                for value in map(str.strip, text.split(","))
-            )
+            space[name] = tuple(_listed_value(flag, name, value.strip(), kind) for value in text.split(","))
             continue
 
         # A range of numbers, drawn uniformly, or in the logarithm.
@@ -197,7 +195,12 @@ def are_points(value: object) -> bool:
     """
     kinds = _sweepable_kinds()
     return matches(value, list[dict[str, Any]]) and all(
-        name in kinds and (matches(chosen, kinds[name]) or (is_per_worker(chosen) and _takes_text(name)))
+        name in kinds
+        and (
+            matches(chosen, kinds[name])
+            or (is_per_worker(chosen) and _takes_text(name))
+            or (chosen is None and _takes_none(name))
+        )
         for point in cast(list[dict[str, object]], value)
         for name, chosen in point.items()
     )
@@ -233,7 +236,22 @@ def _takes_text(name: str) -> bool:
     return str in get_args(get_type_hints(TrainConfig)[name])
 
 
-def _value(flag: str, text: str, kind: Any) -> Value:
+def _takes_none(name: str) -> bool:
+    """Return True if the option ``name`` may be None."""
+    return matches(None, hints_of(TrainConfig)[name])
+
+
+def _listed_value(flag: str, name: str, text: str, kind: Any) -> Value:
+    """Return one of the values in a list, ``text``, of the option ``name``: None, a text, or a value of ``kind``.
+
+    The other arguments are those of :func:`_value`, and so is what is raised.
+    """
+    if text.lower() == "none" and _takes_none(name):  # as on the command line
+        return None
+    return text if is_per_worker(text) and _takes_text(name) else _value(flag, text, kind)
+
+
+def _value(flag: str, text: str, kind: Any) -> float | int | bool | str:
     """Return ``text`` as a value of ``kind``, one of :func:`_sweepable_kinds`; raise UsageError if it has none.
 
     ``flag`` is the option as the user wrote it, for the error.

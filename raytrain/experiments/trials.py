@@ -132,7 +132,7 @@ def shown(value: Any) -> str:
     """Return one varied value as a user types it."""
     if isinstance(value, float):
         return f"{value:g}"
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
 def check_names_free(sweep: Sweep, storage: str, name: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
 import random
 
@@ -12,8 +14,8 @@ from hypothesis import strategies as st
 from raytrain import TrainConfig, UsageError, recipes
 from raytrain.experiments.search_space import Range, are_points, parse, points
 from raytrain.experiments.sweep_options import SweepOptions
-from raytrain.experiments.sweep_plan import plan_sweep
-from raytrain.experiments.trials import trials_of
+from raytrain.experiments.sweep_plan import parse_sweep, plan_sweep
+from raytrain.experiments.trials import as_typed, trials_of
 
 POSITIVE = st.floats(1e-6, 1e6)
 
@@ -32,6 +34,17 @@ def test_blanks_between_values_are_no_part_of_them() -> None:
     assert space == {"optimizer": ("sgd", "lion"), "batch_size": ("32/worker", "64/worker"), "nesterov": (True, False)}
 
 
+def test_none_is_a_value_of_an_option_that_may_be_none() -> None:
+    plan = plan_sweep(recipes.cifar10(data="images"), ["weights=none,DEFAULT", "clip-norm=None,1", "flip=none"], SweepOptions())
+    assert parse_sweep(json.loads(json.dumps(dataclasses.asdict(plan)))) == plan  # as it is stored
+    trials = trials_of(plan, recipes.cifar10(data="images"), "sweep")
+    assert [trial.config.weights for trial in trials] == [None, None, "DEFAULT", "DEFAULT"]
+    assert [trial.config.clip_norm for trial in trials] == [None, 1.0, None, 1.0]
+    assert as_typed(trials[0].values) == "weights=none clip-norm=none flip=none"
+    with pytest.raises(UsageError, match="--vary epochs: 'none' is not a whole number"):
+        parse(["epochs=none,1"])
+
+
 @given(
     low=POSITIVE, factor=st.floats(1.001, 1e6), log=st.booleans(), seed=st.integers(0, 2**31), count=st.integers(1, 8)
 )
@@ -48,7 +61,7 @@ def test_whole_numbers_stay_whole_and_each_can_be_drawn(low: int, more: int, log
     space = parse([f"epochs={'log:' if log else ''}{low}..{low + more}"])
     assert space["epochs"] == Range(low, low + more, log, whole=True)
     tried = [point["epochs"] for point in points(space, more + 1, seed)]
-    assert sorted(tried, key=int) == list(range(low, low + more + 1))
+    assert sorted(map(str, tried)) == sorted(map(str, range(low, low + more + 1)))
     assert all(isinstance(value, int) for value in tried)
 
 
@@ -96,7 +109,7 @@ def test_no_value_of_a_list_is_drawn_again_before_all_others_were(seed: int) -> 
 
 def test_a_logarithmic_range_covers_all_decades_evenly() -> None:
     tried = points(parse(["learning-rate=log:1e-4..1"]), 400, seed=0)
-    decades = [math.floor(math.log10(float(point["learning_rate"]))) for point in tried]
+    decades = [math.floor(math.log10(float(str(point["learning_rate"])))) for point in tried]
     assert all(60 < decades.count(decade) < 140 for decade in (-4, -3, -2, -1))
 
 
