@@ -58,7 +58,11 @@ class RunOptions:
     name: Annotated[str | None, Mark.COMMON, Mark.DESCRIBES_RUN, KnownAs("experiment exp-name run-name project")] = None
     """Name of the run; by default the recipe's name and the time."""
     storage: Annotated[
-        str, Mark.COMMON, Mark.DESCRIBES_RUN, Mark.SHARED_PLACE, KnownAs("output out output-dir save-dir log-dir")
+        str,
+        Mark.COMMON,
+        Mark.DESCRIBES_RUN,
+        Mark.SHARED_PLACE,
+        KnownAs("output out output-dir save-dir log-dir logdir runs-dir run-dir results-dir checkpoint-dir"),
     ] = option_field(default="./runs", converter=LOCATION)
     """Where runs are stored: a folder or a URL (s3://…, gs://…, az://…)."""
     resume: Annotated[bool, Mark.COMMON, Mark.OF_COMMAND, Mark.SET_BY_FIND_RATE] = False

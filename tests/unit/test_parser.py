@@ -68,6 +68,7 @@ def test_the_flags_of_no_command_are_known_to_a_typo() -> None:
         ("--arch vgg11", "--model"),
         ("--val_dir x", "--validation-data"),
         ("--gpus=2", "--workers"),
+        ("--runs-dir x", "--storage"),
     ],
 )
 def test_a_flag_of_another_trainer_is_answered_with_the_option(words: str, meant: str) -> None:
