@@ -35,8 +35,8 @@ class ParquetArchive(Archive):
     def _images(self, file: IO[bytes]) -> ArchivedImages:
         """Yield the images of a Parquet file; if its metadata names the classes, a number becomes its class's name.
 
-        Raises UsageError if the columns of images and labels cannot be told or hold other types, a label has no name
-        in the metadata, or many images in succession are empty.
+        Raises UsageError if no column is clearly that of the images, or of the labels, if these hold other types, if a
+        label has no name in the metadata, or if many images in succession are empty.
         """
         parquet = pq.ParquetFile(file, page_checksum_verification=True)
         schema = parquet.schema_arrow

@@ -48,7 +48,7 @@ _DESCRIPTION_SUFFIXES = (".md", ".json", ".txt", ".py", ".yaml")
 
 @dataclass(frozen=True)
 class Labelling:
-    """Where the labels of a source come from: a label file, a pattern, or by default the folders of the images."""
+    """The source of the labels: a label file, a pattern of file names, or by default the folders of the images."""
 
     file: str | None = None
     """A label file; by default ``metadata.csv`` or the like beside the images, as in Hugging Face's image folders."""

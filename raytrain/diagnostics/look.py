@@ -244,8 +244,8 @@ def _contents(data: Dataset, seed: int, deadline_s: float) -> Iterator[tuple[str
 
 def first_images(config: TrainConfig, data: Dataset, most: int) -> FirstImages:
     """Return up to ``most`` images from the start of the first global batch, augmented, without unreadable ones."""
-    # The plan may depend on the number of workers only by a batch size for each; "auto" counts as one worker.
-    # Whether each has the same part of a batch makes no difference to the whole of it.
+    # The number of workers matters only for a batch size such as 32/worker; "auto" counts as one worker. Loads that
+    # --worker-load gives them change no global batch, so they are left out.
     workers = config.workers if isinstance(config.workers, int) else 1
     resolved = replace(config, worker_load=None).resolve(
         name="look", num_workers=workers, device="cpu", mean=data.mean, std=data.std

@@ -25,7 +25,7 @@ from raytrain.inference.trained_run import open_trained_run
 from raytrain.storage.open import absolute_path, check_output, open_store, write_output
 from raytrain.storage.store import Store
 
-pc: Any = pyarrow.compute  # whose functions are made at import
+pc: Any = pyarrow.compute  # makes its functions when it is imported, so pyright knows none of them
 
 _SCHEME_AND_BUCKET = len(["s3:", "", "bucket"])  # the number of parts of a URL that all images must share
 

@@ -44,7 +44,7 @@ def serve(
 
     POST an image file to ``http://host:port/run``, and get JSON with its likeliest class (``label``, ``score``) and the
     ``top_k`` likeliest ones (``classes``). If an image may have several classes, it says in ``labels`` which it has.
-    Whoever reaches the port may ask.
+    Whoever reaches the port may ask. In a cluster without room for the network, this waits for room.
 
     Args:
         run: the run's name.
