@@ -777,7 +777,10 @@ def test_rows_that_say_that_an_image_does_not_have_the_class_are_not_used(
     for one, zero in (("1", "0"), ("1.0", "0.0")):
         confidences = {"Confidence": [one] * len(present) + [zero] * 3}
         assert by_key(*opened(images, write(tmp_path / "labels.csv", both | confidences), tmp_path)) == present
-        assert "whose Confidence is 0, so that the image does not have the class, are not used: 3." in caplog.text
+        assert f"whose Confidence is {zero}, so that the label does not hold, are not used: 3." in caplog.text
+    answers = {"answer": ["accept"] * len(present) + ["reject", "reject", "ignore"]}
+    assert by_key(*opened(images, write(tmp_path / "labels.csv", both | answers), tmp_path)) == present
+    assert "whose answer is reject or ignore, so that the label does not hold, are not used: 3." in caplog.text
     confidences = ["0.7" if number % 2 else "0" for number in range(len(present))]  # of a model, which may be 0, too
     assert (
         by_key(*opened(images, write(tmp_path / "labels.csv", rows | {"confidence": confidences}), tmp_path)) == present

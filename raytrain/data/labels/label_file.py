@@ -46,6 +46,8 @@ from raytrain.storage.store import Store
 pc: Any = pyarrow.compute  # whose functions are made at import
 
 _log = logging.getLogger("raytrain")
+# Columns in which people confirm labels or deny them: the values that confirm, and those that deny.
+_DENIALS = {"confidence": (("1", "1.0"), ("0", "0.0")), "answer": (("accept",), ("reject", "ignore"))}
 
 
 @dataclass(frozen=True, eq=False)
@@ -330,21 +332,25 @@ def _joined_rows(rows: pa.Table) -> pa.Table:
 
 
 def _without_absent_classes(table: pa.Table, url: str, columns: LabelColumns) -> pa.Table:
-    """Return a table without the rows whose confidence is 0, and log their number, if all others have 1.
+    """Return a table without the rows in which a person has denied the label of an image, and log their number.
 
-    Open Images writes so that a person has looked for a class in an image and not found it. Fractions are of models.
+    Open Images writes a confidence of 0 then, beside 1 for all others, and Prodigy the answer reject, or ignore, beside
+    accept. A column with other values, such as the fractions of a model, says nothing of the kind.
     """
-    name = find_column(table.column_names, None, ("confidence",))
-    if name is None or name in columns.label or len(columns.label) > 1:
-        return table
-    texts = texts_of(table, url, name)
-    is_absent = pc.is_in(texts, pa.array(["0", "0.0"]))
-    if not pc.all(pc.or_(is_absent, pc.is_in(texts, pa.array(["1", "1.0"])))).as_py() or pc.all(is_absent).as_py():
-        return table
-    if num_absent := pc.sum(is_absent).as_py():
-        sentence = "Rows of %s whose %s is 0, so that the image does not have the class, are not used: %s."
-        _log.warning(sentence, url, name, f"{num_absent:,}")
-    return table.filter(pc.invert(is_absent))
+    for usual, (kept, denied) in _DENIALS.items():
+        name = find_column(table.column_names, None, (usual,))
+        if name is None or name in columns.label or len(columns.label) > 1:
+            continue
+        texts = texts_of(table, url, name)
+        is_kept, is_denied = pc.is_in(texts, pa.array(kept)), pc.is_in(texts, pa.array(denied))
+        if not pc.all(pc.or_(is_kept, is_denied)).as_py() or not pc.any(is_kept).as_py():
+            continue
+        if num_denied := pc.sum(is_denied).as_py():
+            values = " or ".join(text for text in denied if text in texts.to_pylist())
+            sentence = "Rows of %s whose %s is %s, so that the label does not hold, are not used: %s."
+            _log.warning(sentence, url, name, values, f"{num_denied:,}")
+            table = table.filter(is_kept)
+    return table
 
 
 def comparable_key(key: str) -> str:
