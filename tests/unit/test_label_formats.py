@@ -378,6 +378,12 @@ def test_lists_of_other_programs_have_suffixes_of_their_own(tmp_path: Path) -> N
     assert read(tmp_path, "train.lst", rows, label=("column 2",)) == CAT_AND_DOG
 
 
+def test_records_of_names_of_their_own_are_refused_before_they_fill_the_memory(tmp_path: Path) -> None:
+    records = [{"path": f"{number}.jpg", "label": "cat", "marks": {f"id{number}": 1}} for number in range(12_000)]
+    with pytest.raises(UsageError, match=r"its 12,000 records have 12,002 different names in them, such as 'marks\.id"):
+        read(tmp_path, "a.json", json.dumps(records))
+
+
 def test_a_record_that_is_named_as_a_column_is_refused_with_what_is_in_it(tmp_path: Path) -> None:
     record = {"path": "a.jpg", **{f"column {number}": 1 for number in range(10)}, "truth": {"label": "cat"}}
     with pytest.raises(UsageError, match=r"no column 'truth' among its columns truth\.label, path, column 0"):

@@ -20,6 +20,7 @@ from raytrain.errors import format_count
 
 _NO_BLANK = re.compile(r"\S")
 _CLASS_NAMES = "classes", "class_names", "categories", "names"  # of a list of classes beside a table
+_MOST_CELLS, _MOST_CELLS_PER_VALUE = 100_000_000, 100  # of a table of records, which may have names of their own
 _Record = dict[str, Any]
 
 
@@ -46,6 +47,12 @@ def read_json(text: str, suffix: str, key_names: Set[str], label_names: Set[str]
         raise ValueError("it has no records")
     records = [_flat(record) for record in _without_mixed_values(records)]
     columns = dict.fromkeys(name for record in records for name in record)
+    num_cells, num_values = len(columns) * len(records), sum(map(len, records))
+    if num_cells > max(_MOST_CELLS, _MOST_CELLS_PER_VALUE * num_values):
+        raise ValueError(
+            f"its {len(records):,} records have {len(columns):,} different names in them, such as "
+            f"{[*columns][-1][:80]!r}, and a table would have a column for each; write such names as values"
+        )
     return pa.table({name: _column([record.get(name) for record in records]) for name in columns})
 
 
