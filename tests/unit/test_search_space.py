@@ -35,7 +35,9 @@ def test_blanks_between_values_are_no_part_of_them() -> None:
 
 
 def test_none_is_a_value_of_an_option_that_may_be_none() -> None:
-    plan = plan_sweep(recipes.cifar10(data="images"), ["weights=none,DEFAULT", "clip-norm=None,1", "flip=none"], SweepOptions())
+    plan = plan_sweep(
+        recipes.cifar10(data="images"), ["weights=none,DEFAULT", "clip-norm=None,1", "flip=none"], SweepOptions()
+    )
     assert parse_sweep(json.loads(json.dumps(dataclasses.asdict(plan)))) == plan  # as it is stored
     trials = trials_of(plan, recipes.cifar10(data="images"), "sweep")
     assert [trial.config.weights for trial in trials] == [None, None, "DEFAULT", "DEFAULT"]
