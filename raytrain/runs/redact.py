@@ -79,12 +79,12 @@ letters: that is looked for much faster.
 """
 _TOKENS = re.compile(
     r"(?<![\w.-])(?:hf_|gh[a-z]_|github_pat_|glpat-|xox[a-z]-|sk-(?:ant|proj)-|AIza|npm_|pypi-"
-    r"|dckr_pat_|nvapi-)[\w-]{16,}"
+    r"|dckr_pat_|nvapi-|wandb_v\d_|ya29\.)[\w-]{16,}"
     r"|(?<![\w.-])sk-[A-Za-z0-9]{32,}"
     r"|(?<![\w.-])eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]*"
     r"|(?<=://hooks\.slack\.com/)[\w/-]{16,}"
 )
-"""Tokens that say what they are: of Hugging Face, GitHub, GitLab, Slack, OpenAI, Anthropic and Google, and JWTs.
+"""Tokens that say what they are: of Hugging Face, GitHub, GitLab, Slack, OpenAI, Anthropic, Google and W&B, and JWTs.
 
 A match is tried at the beginning of a word alone, so that a long one takes linear time.
 """

@@ -117,6 +117,8 @@ def test_values_by_their_variable_and_their_parts(
         ("the secret is hunter22", "the secret is …"),
         ("curl -u me:hunter --user 'me:hunter' https://h", "curl -u me:… --user 'me:…' https://h"),
         ("npm_Zq8LmN3vRt6YxW2pKs9BZq8L", "…"),
+        ("wandb: wandb_v1_Zq8LmN3vRt6YxW2pKs9B_Zq8L is invalid", "wandb: … is invalid"),
+        ("cannot refresh ya29.a0Zq8LmN3vRt6YxW2pKs9B-x", "cannot refresh …"),
         (f"key {PEM.strip()} end", "key … end"),
         (repr(PEM.strip()), "'…'"),
     ],
