@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import os
 import sys
+import threading
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager, suppress
 from importlib.machinery import PathFinder
@@ -19,6 +20,7 @@ from raytrain.errors import UsageError, did_you_mean, flag
 
 _RAYTRAINS_NETWORKS = "raytrain.models"
 _OWN_MODULE = "raytrain_own_"  # begins the names of modules imported from files, so that they hide no others
+_importing = threading.local()  # whose attribute program is what this thread imports at present
 _imported: dict[str, tuple[str, int, int]] = {}  # path, time (ns) and size (bytes) of the imported files, by module
 
 
@@ -40,7 +42,7 @@ def load_function(option: str, name: str) -> Callable[..., Any]:
             module = import_own_file(place)
         else:
             try:
-                with _without_arguments(place):
+                with _as_program(place):
                     module = importlib.import_module(place)
             except ModuleNotFoundError as error:
                 if error.name is None or not f"{place}.".startswith(f"{error.name}."):
@@ -131,20 +133,35 @@ def import_own_file(path: str | Path) -> ModuleType:
 
     # The folder stays in sys.path, because the user's functions may import more files when they are called.
     sys.path.insert(0, str(file.parent))
-    with _without_arguments(str(file)):
+    with _as_program(str(file)):
         spec.loader.exec_module(module)
     _imported[name] = version
     return module
 
 
 @contextmanager
-def _without_arguments(program: str) -> Generator[None]:
+def _as_program(program: str) -> Generator[None]:
     """Let sys.argv hold ``program`` alone while a module of the user's is imported: its arguments are raytrain's."""
     arguments_of_raytrain, sys.argv = sys.argv, [program]
+    outer = getattr(_importing, "program", None)
+    _importing.program = program
     try:
         yield
     finally:
         sys.argv = arguments_of_raytrain
+        _importing.program = outer
+
+
+def check_not_importing() -> None:
+    """Raise UsageError if the code that calls this runs because raytrain imports a module of the user's.
+
+    A script that trains at its end would otherwise start a run in each worker that imports its loop.
+    """
+    if program := getattr(_importing, "program", None):
+        raise UsageError(
+            f"{os.path.basename(program)} starts a run when it is imported for its functions; put that call below "
+            '`if __name__ == "__main__":`.'
+        )
 
 
 def own_files() -> dict[str, str]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raytrain.config import TrainConfig
-from raytrain.config.named_functions import check_module, names_own_function
+from raytrain.config.named_functions import check_module, check_not_importing, names_own_function
 from raytrain.config.network import Decoder, timm_name
 from raytrain.config.option_marks import Mark
 from raytrain.config.options import options_with
@@ -39,6 +39,7 @@ def check_options(config: TrainConfig, loop: Callable[[Run], None] | None = None
 
     Example: ``check_options(TrainConfig(data="images", model="resnet"))`` raises it, with similar names.
     """
+    check_not_importing()
     check_named(config)
     if config.decoder == "gpu" and config.device_type == "cpu":
         choose_decoder(config, gpu_decoder_problem("cpu"))  # raises UsageError

@@ -52,6 +52,15 @@ def test_a_file_that_cannot_be_imported_is_said_with_its_line(code: str, sentenc
         load_function("--loop", f"{tmp_path}/mistaken.py:train")
 
 
+def test_a_file_that_trains_at_its_end_is_refused_when_its_loop_is_imported(tmp_path: Path) -> None:
+    call = "raytrain.train(raytrain.TrainConfig(data='photos', batch_size=8), loop=train)"
+    (tmp_path / "script.py").write_text(f"import raytrain\ndef train(run): ...\n{call}\n")
+    with pytest.raises(UsageError, match=r"^script\.py starts a run when it is imported for its functions; put that"):
+        load_function("--loop", f"{tmp_path / 'script.py'}:train")
+    with pytest.raises(UsageError, match="--learning-rate is not given"):  # code that imports nothing may train
+        raytrain.train(raytrain.TrainConfig(data="photos", batch_size=8))
+
+
 def test_a_network_of_the_users_that_cannot_be_built_is_said_with_its_line(tmp_path: Path) -> None:
     (tmp_path / "network.py").write_text("def build(num_classes, channels):\n    return {}['mine']\n")
     with pytest.raises(UsageError, match=r"network.py:build cannot be built: KeyError: 'mine' \(network.py, line 2: "):
