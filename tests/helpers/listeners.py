@@ -10,8 +10,6 @@ import json
 import os
 import shutil
 import signal
-import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -20,10 +18,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ADDRESS = "10.66.0.1"  # of the machine in its network
-PROGRAMS = ("ip", "unshare")
-_PLACES = {"0.0.0.0": "all interfaces", "::": "all interfaces", "::1": "127.0.0.1", ADDRESS: "the node's address"}
+PROGRAMS = ("ip", "ss", "unshare")
+_PLACES = {
+    **dict.fromkeys(("0.0.0.0", "::", "*"), "all interfaces"),
+    "::1": "127.0.0.1",
+    ADDRESS: "the node's address",
+}
 _EVERY_S = 0.02
-_LISTENS = "0A"  # TCP_LISTEN of the kernel
 _PREPARE = f"""
 ip link set lo up
 ip link add outside type veth peer name beyond
@@ -80,18 +81,14 @@ def _watch(until: str, command: Sequence[str]) -> None:
 def _open_ports() -> Counter[str]:
     """Return the number of ports where somebody listens now, or hears the datagrams of anybody, by their interface.
 
-    The kernel's tables of this network say it; psutil would look at all files of all processes each time.
+    ss takes 3 ms of CPU for it. psutil takes 30, as it looks at all files of all processes; reading /proc/net takes 10,
+    as the kernel goes through its table of all connections.
     """
     ports: set[tuple[str, str]] = set()
-    for protocol in ("tcp", "tcp6", "udp", "udp6"):
-        for line in Path(f"/proc/net/{protocol}").read_text().splitlines()[1:]:
-            _, local, remote, state, *_ = line.split()
-            if state == _LISTENS if protocol.startswith("tcp") else remote.endswith(":0000"):
-                address, port = local.split(":")
-                words = [int(address[start : start + 8], 16) for start in range(0, len(address), 8)]
-                family = socket.AF_INET6 if protocol.endswith("6") else socket.AF_INET
-                ip = socket.inet_ntop(family, struct.pack(f"={len(words)}I", *words)).removeprefix("::ffff:")
-                ports.add((_PLACES.get(ip, ip), port))
+    for line in subprocess.run(["ss", "-Hlntu"], capture_output=True, text=True, check=True).stdout.splitlines():
+        ip, _, port = line.split()[4].rpartition(":")
+        ip = ip.strip("[]").removeprefix("::ffff:")
+        ports.add((_PLACES.get(ip, ip), port))
     return Counter(place for place, _ in ports)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.helpers.listeners import can_make_networks, listeners_of
 
-pytestmark = pytest.mark.skipif(not can_make_networks(), reason="needs root, and the programs ip and unshare")
+pytestmark = pytest.mark.skipif(not can_make_networks(), reason="needs root, and the programs ip, ss and unshare")
 
 RAYTRAIN = [sys.executable, "-m", "raytrain"]
 DOCUMENT = Path(__file__).parents[2] / "docs" / "security.md"
