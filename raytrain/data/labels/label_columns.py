@@ -160,9 +160,10 @@ def with_parts_of_tags(table: pa.Table, url: str, columns: LabelColumns) -> pa.T
     """
     label = find_column(table.column_names, next(iter(columns.label), None), LABEL_COLUMNS)
     for index, name in enumerate(table.column_names):
-        if name == label or not pa.types.is_list(table[name].type) or table[name].type.value_type not in TEXT_TYPES:
+        column = table.column(index)  # by its place, as several columns may have one name
+        if name == label or not pa.types.is_list(column.type) or column.type.value_type not in TEXT_TYPES:
             continue
-        parts_of_rows = [list(filter(is_part, filter(None, tags or ()))) for tags in table[name].to_pylist()]
+        parts_of_rows = [list(filter(is_part, filter(None, tags or ()))) for tags in column.to_pylist()]
         if not parts_among(part for parts in parts_of_rows for part in parts):
             continue
         if num_several := sum(len(parts) > 1 for parts in parts_of_rows):
