@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Example: ``main(["show", "first", "--json"])``
     """
-    argv = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    argv = list(sys.argv[1:] if argv is None else argv)
     # --model may name a module in the current folder. It comes last: a folder of a stranger may hold a torch.py.
     try:
         sys.path.append(current_folder())
@@ -88,12 +88,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if debug:
         logging.basicConfig(format="%(asctime)s %(name)s: %(message)s")
         logging.getLogger("raytrain").setLevel(logging.DEBUG)
-    if argv[0] == "--version":
+    first = next((word for word in argv if word not in ("--json", "--debug")), "--help")
+    if first == "--version":
         from importlib.metadata import version
 
         print(version("raytrain"))
         return 0
-    if argv[0] in ("-h", "--help"):
+    if first in ("-h", "--help"):
         _print_overview()
         return 0
 

@@ -172,6 +172,14 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"{version('raytrain')}\n"
 
 
+@pytest.mark.parametrize("words", [["--json", "--version"], ["--json", "-h"], ["--json"]])
+def test_flags_that_every_command_has_may_precede_the_help_and_the_version(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 0
+    assert (version("raytrain") if "--version" in words else "Watch and compare") in capsys.readouterr().out
+
+
 def test_the_help_lists_commands_by_purpose_and_recipes(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
