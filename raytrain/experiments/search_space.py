@@ -128,6 +128,8 @@ def points(space: Space, trials: int | None, seed: int) -> list[Point]:
 
     if trials < 1:
         raise UsageError(f"--trials is {trials}; it must be at least 1.")
+    if (most := num_points(space)) < trials:
+        raise too_many_trials(trials, int(most))
     # The values of a list are dealt like cards: a value is drawn again only once all others were drawn. So each value
     # is tried even if there are few trials.
     generator = random.Random(seed)
@@ -139,7 +141,8 @@ def points(space: Space, trials: int | None, seed: int) -> list[Point]:
         cards[name] = cards[name] or generator.sample(domain, len(domain))
         return cards[name].pop()
 
-    # A point that was drawn before is dropped. How many points rounded ranges have is unknown, so draws are limited.
+    # A point that was drawn before is dropped. How many points a range of rounded numbers has is unknown, so draws are
+    # limited.
     drawn: dict[tuple[Value, ...], Point] = {}
     for _ in range(_DRAWS_PER_POINT * trials):
         point = {name: draw(name, domain) for name, domain in space.items()}

@@ -162,6 +162,7 @@ def config(**options: object) -> TrainConfig:
         (["epochs=1", "epochs=2"], None, "names epochs twice"),
         (["learning-rate=0.1..1"], None, "say how many with --trials"),
         (["epochs=1,2"], 3, "2 different points only"),
+        (["epochs=1,2"], 10**8, "2 different points only"),
         (["epochs=1,2"], 0, "at least 1"),
     ],
 )
