@@ -293,6 +293,25 @@ def test_an_agent_whose_driver_is_killed_before_the_run_begins_says_nothing(sent
     assert (agent.returncode, agent.stdout, agent.stderr) == (0, b"", b"")
 
 
+@pytest.mark.slow  # a command of its own
+@pytest.mark.skipif(sys.platform != "linux" or os.getuid() != 0, reason="it mounts a small /dev/shm")
+def test_workers_that_cannot_be_started_are_one_sentence(data: Path, tmp_path: Path) -> None:
+    mount_and_run = 'mount -t tmpfs -o size=4k tmpfs /dev/shm && exec "$@"'
+    command = [sys.executable, "-m", "raytrain", "train", "digits", "--data", str(data), "--storage", str(tmp_path)]
+    options = ["--backend", "local", "--workers", "1", "--epochs", "1"]
+    ended = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", mount_and_run, "", *command, *options], capture_output=True, text=True
+    )
+    if "unshare" in ended.stderr or "mount:" in ended.stderr:
+        pytest.skip("this container mounts nothing")
+    assert ended.returncode == 2, ended
+    assert (
+        "The workers cannot be started: OSError: [Errno 28] No space left on device; check that /dev/shm"
+        in ended.stderr
+    )
+    assert "Traceback" not in ended.stderr and list(tmp_path.iterdir()) == []
+
+
 def killed(run: Run) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 

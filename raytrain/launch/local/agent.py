@@ -31,7 +31,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from raytrain.config.user_code import describe, trace_of
-from raytrain.errors import RaytrainError
+from raytrain.errors import RaytrainError, UsageError
 from raytrain.launch.coordinator import Coordinator
 from raytrain.launch.debugger import open_at_breakpoints
 from raytrain.launch.local.coordinator_socket import CallAddress, Caller
@@ -87,6 +87,12 @@ def main() -> None:
         # by the way in which this process ends.
         signal.signal(error.sigval, signal.SIG_DFL)
         os.kill(os.getpid(), error.sigval)
+    except Exception as error:  # such as a full /dev/shm, where torch's agent makes semaphores
+        sentence = (
+            f"The workers cannot be started: {describe(error)}; check that /dev/shm is there and has room, and the "
+            "limits of this machine (ulimit -a)."
+        )
+        Caller(inputs.calls)(Coordinator.give_up, UsageError(sentence), traceback.format_exc())
 
 
 def _end_with_starter() -> None:
