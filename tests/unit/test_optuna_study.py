@@ -35,9 +35,15 @@ def study(store: Store, sampler: Sampler | None, pruner: Pruner | None = None, *
     )
 
 
+def rate_of(point: Point) -> float:
+    rate = point["learning_rate"]
+    assert isinstance(rate, float)
+    return rate
+
+
 def value_of(point: Point) -> float:
     """The best rate is 0.02, the best optimizer sgd."""
-    return -abs(math.log10(float(point["learning_rate"])) + 1.7) - (0.5 if point["optimizer"] == "adamw" else 0.0)
+    return -abs(math.log10(rate_of(point)) + 1.7) - (0.5 if point["optimizer"] == "adamw" else 0.0)
 
 
 def train(study: SweepStudy, number: int) -> bool:
@@ -91,7 +97,7 @@ def test_the_sampler_of_gaussian_processes_chooses_points_of_the_space(tmp_path:
     tried = study(FolderStore(str(tmp_path)), "gp")
     for number in range(3):
         point = tried.choose(lambda point: True)
-        assert point is not None and 1e-4 <= float(point["learning_rate"]) <= 1
+        assert point is not None and 1e-4 <= rate_of(point) <= 1
         train(tried, number)
 
 
