@@ -17,7 +17,6 @@ from typing import Any, cast
 from raytrain.config import ResolvedConfig
 from raytrain.errors import RaytrainError, TrainingFailed, UsageError, format_count
 from raytrain.experiments.best_metric import BestMetric
-from raytrain.experiments.early_stopping import EarlyStopping, Judge
 from raytrain.experiments.optuna_study import SweepStudy
 from raytrain.experiments.scaling import Scaling, Size, default_target, scaling
 from raytrain.experiments.search_space import Point, parse
@@ -27,6 +26,7 @@ from raytrain.experiments.sweep_result import SweepResult, SweepSnapshot, mean_o
 from raytrain.experiments.trial_machines import TrialMachines
 from raytrain.experiments.trial_results import best_first, is_over
 from raytrain.experiments.trial_run import TrialRun
+from raytrain.experiments.trial_stopping import EarlyStopping, Judge
 from raytrain.experiments.trials import Trial, as_typed, num_digits, trial_of, trials_of
 from raytrain.launch.notification import Notification, notify_target
 from raytrain.launch.placement import device_kind

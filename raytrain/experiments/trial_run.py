@@ -6,8 +6,8 @@ import dataclasses
 import math
 
 from raytrain.errors import RaytrainError
-from raytrain.experiments.early_stopping import Judge
 from raytrain.experiments.trial_results import is_over, stored_result
+from raytrain.experiments.trial_stopping import Judge
 from raytrain.experiments.trials import Trial
 from raytrain.launch.prepare import Loop, RunGroup, TrainRequest
 from raytrain.launch.train import start_run

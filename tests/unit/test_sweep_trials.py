@@ -15,11 +15,11 @@ import raytrain
 from raytrain import TrainConfig, UsageError, recipes
 from raytrain.cli.commands import COMMANDS
 from raytrain.experiments.best_metric import BestMetric
-from raytrain.experiments.early_stopping import EarlyStopping, Judge
 from raytrain.experiments.sweep import sweep
 from raytrain.experiments.sweep_options import SweepOptions
 from raytrain.experiments.sweep_plan import plan_sweep, write_sweep
 from raytrain.experiments.trial_results import best_first, is_over, stored_result
+from raytrain.experiments.trial_stopping import EarlyStopping, Judge
 from raytrain.experiments.trials import Trial, check_names_free, trials_of
 from raytrain.launch.train import train
 from raytrain.runs.documents import METRICS, SUMMARY, run_store, write_config, write_json
