@@ -299,11 +299,12 @@ class WatchedCalls(TorchFunctionMode):
     def _is_cut(self, args: Any, rows: Any) -> bool:
         """Return whether ``rows`` are a slice of a tensor of numbers with a row for each of this worker's images.
 
-        Such is ``noise[:len(images)]``. ``args`` are the tensor and the index.
+        Such is ``noise[:len(images)]``. A vector may have a number for each of as many classes, and is none. ``args``
+        are the tensor and the index.
         """
         parts = args[1] if isinstance(args[1], tuple) else (args[1],)
         index = next((part for part in parts if not isinstance(part, int)), None)
-        is_slice = isinstance(index, slice) and index != slice(None) and isinstance(rows, Tensor) and rows.ndim > 0
+        is_slice = isinstance(index, slice) and index != slice(None) and isinstance(rows, Tensor) and rows.ndim > 1
         if not is_slice or not rows.is_floating_point() or id(args[0]) in self._weights:
             return False
         return len(rows) == self._num_images > 1 and bool((rows != rows[:1]).any())
