@@ -40,7 +40,7 @@ from raytrain.runs.background_and_throttle import Background
 from raytrain.runs.documents import STUDY, SUMMARY, write_json
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.metrics_history import read_metrics
-from raytrain.runs.outcome import EndStatus, StopReason
+from raytrain.runs.outcome import EndStatus, StopReason, resume_command
 from raytrain.runs.redact import one_line
 from raytrain.training.metrics.evaluation_metrics import measured_metrics
 
@@ -255,7 +255,9 @@ class SweepSession:
         self._is_concluded = True
         self._notification.send(message_of_sweep(result, failure))
         if failure is not None:
-            how_to_resume = f"Resume it with --name {result.name} --storage {self._prepared.config.storage} --resume."
+            command = resume_command(dataclasses.replace(self._prepared.config, name=result.name), "sweep")
+            call = f"raytrain.sweep, the same loop, name={result.name!r} and resume=True"
+            how_to_resume = f"Resume it with {command if self._loop is None else call}"
             raise TrainingFailed(
                 f"Sweep {result.name!r} failed: {failure.rstrip('.')}. {how_to_resume}", result.summary()
             )

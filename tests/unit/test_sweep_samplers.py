@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 
 import raytrain
-from raytrain import TrainConfig, UsageError
+from raytrain import TrainConfig, TrainingFailed, UsageError
 from raytrain.display.terminal import startup_lines
+from raytrain.errors import shell_command
 from raytrain.experiments import sweep as sweep_module
 from raytrain.experiments import trial_run
 from raytrain.experiments.optuna_study import SweepStudy
@@ -28,6 +29,7 @@ from raytrain.experiments.sweep_plan import PLAN, plan_sweep, read_sweep
 from raytrain.experiments.sweep_result import SweepResult
 from raytrain.experiments.trial_results import is_stopped_early
 from raytrain.experiments.trials import names_of
+from raytrain.launch.local.local_launch import SharedImages
 from raytrain.launch.placement import Hardware
 from raytrain.launch.prepare import TrainRequest
 from raytrain.monitor.monitor import RunMonitor
@@ -235,6 +237,18 @@ def test_an_aborted_sweep_is_told_of(swept: Callable[..., SweepResult], tmp_path
     with pytest.raises(KeyboardInterrupt):
         swept(Trainer(), vary=VARY[0], trials=2, sampler="tpe", notify=notify, view=abort)
     assert (tmp_path / "told").read_text() == "Sweep tried was interrupted\n"
+
+
+def test_a_sweep_that_fails_names_the_command_that_resumes_it(
+    swept: Callable[..., SweepResult], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poll = SharedImages.poll
+    monkeypatch.setattr(SharedImages, "poll", lambda images: (poll(images)[0], "too many bad images."))
+    with pytest.raises(TrainingFailed) as raised:
+        swept(Trainer(), vary="seed=1")
+    command = shell_command("sweep", "--name", "tried", storage=str(tmp_path / "runs"))
+    assert str(raised.value).startswith(f"Sweep 'tried' failed: too many bad images. Resume it with {command} ")
+    assert str(raised.value).endswith(" --resume")
 
 
 def test_a_stopped_sweep_chooses_no_further_point(swept: Callable[..., SweepResult]) -> None:
