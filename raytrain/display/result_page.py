@@ -108,5 +108,5 @@ def command_line(command: str) -> Text:
 
 
 def is_resumed(seconds: object, total_seconds: object) -> bool:
-    """Return whether a run took ``total_seconds`` over several attempts, of which the last one took ``seconds``."""
+    """Return True if a run took ``total_seconds`` over several attempts, of which the last one took ``seconds``."""
     return isinstance(seconds, float) and isinstance(total_seconds, float) and total_seconds > seconds + 1

@@ -190,5 +190,5 @@ def suggest(rates: Floats, smoothed: Floats, stop_reason: StopReason | None = No
 
 
 def _is_cut_short(stop_reason: StopReason | None) -> bool:
-    """Return whether a person stopped the run before its end, so that its history may show too little."""
+    """Return True if a person stopped the run before its end, so that its history may show too little."""
     return stop_reason is not None and stop_reason.kind in _STOPS_BY_A_PERSON

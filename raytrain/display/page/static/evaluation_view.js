@@ -61,7 +61,7 @@ function confusions(given, classes) {
   return el("section", { class: "confusion" }, el("h3", {}, "Confusion matrix"), el("p", { class: "about" }, "Rows are the labels, columns the predictions"), matrix, wrong.length ? list : null);
 }
 
-/** Whether a cell is the numbers of a label and of a prediction, and how often they came together. */
+/** True if a cell is three numbers: of a label, of a prediction, and how many images have both. */
 function isCell(cell, count) {
   return Array.isArray(cell) && cell.length === 3 && cell.every((part) => Number.isInteger(part) && part >= 0) && cell[0] < count && cell[1] < count;
 }
