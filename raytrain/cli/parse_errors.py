@@ -93,7 +93,7 @@ def _sentence(
             return f"{name} must be {form}."
         kind = _KINDS.get(form) or ("numbers" if re.search("FLOAT|INT", form) else form)
         words = form.lower().split(",")  # if the option may be None, the message quotes these words besides the value
-        typed = " ".join(word for word in re.findall(r"'([^']*)'", reason) if word not in words)
+        typed = " ".join(word for _, word in re.findall(r"""(['"])(.*?)\1""", reason) if word not in words)
         return f"{name} is {typed!r}; it must be {kind.replace(',', ', ')}."
     return f"The options are not understood ({type(event).__name__}); see `{event.prog} --help`."
 

@@ -266,6 +266,7 @@ def test_options_may_come_before_the_command(stored: TrainConfig) -> None:
         ("train cifar10 lr=0.1", "one argument too many: 'lr=0.1'; an option is given as --learning-rate 0.1."),
         ("train cifar11", "There is no recipe 'cifar11' (did you mean cifar10?); the recipes are "),
         ("train", "Images are missing: give --data FOLDER; a recipe may stand before it: digits, "),
+        ('train cifar10 --epochs "don\'t"', '--epochs is "don\'t"; it must be a whole number.'),
         ("train cifar10 --epoch 3", "There is no option --epoch (did you mean --epochs or --head-epochs?)."),
         ("train cifar10 --num-workers 4", "There is no option --num-workers: all CPUs that are free read images"),
         ("train cifar10 --jsn", "There is no option --jsn (did you mean --json?)."),
