@@ -294,7 +294,7 @@ def test_names_may_follow_an_option(line: str, names: tuple[str, ...]) -> None:
         ("train cifar10 --image-size 0 8", "--image-size is (0, 8); each number must be at least 1."),
         ("train cifar10 --validation-fraction 1", "--validation-fraction is 1.0; it must be above 0 and below 1."),
         ("train cifar10 --learning-rate nan", "--learning-rate is nan; it must be at least 0."),
-        ("train cifar10 --std 1 0 1", "--std is (1.0, 0.0, 1.0); each number must be above 0."),
+        ("train cifar10 --std 1 0 1", "--std is (1.0, 0.0, 1.0); each number must be above 0 and at most 1."),
         ("train cifar10 --workers 0", "--workers is 0; it must be at least 1."),
         ("train cifar10 --worker-load 1 -1", "--worker-load is (1.0, -1.0); each number must be at least 0."),
         ("train cifar10 --worker-load 0 0", "--worker-load is (0.0, 0.0); at least one number must be above 0."),
