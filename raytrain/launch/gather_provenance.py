@@ -28,7 +28,7 @@ from raytrain.errors import current_folder
 from raytrain.launch.job_files import own_functions
 from raytrain.runs.provenance import MAX_CHANGED_FILES, Provenance
 from raytrain.runs.redact import redact
-from raytrain.training.loop_checks.loop_source import source_lines
+from raytrain.training.loop_checks.reached_code import source_lines
 
 COMMIT_VARIABLE = "RAYTRAIN_COMMIT"
 """The variable with the commit and the changed files of the machine that submitted a job, as JSON.

@@ -22,8 +22,8 @@ from raytrain.training.checkpoint import Checkpoints
 from raytrain.training.checkpoint_state import CheckpointState
 from raytrain.training.evaluation import check_built_in_evaluation, evaluate_prepared
 from raytrain.training.loop_checks.left_behind import note_on_changes, states_of_variables
-from raytrain.training.loop_checks.loop_source import remember_source_lines
 from raytrain.training.loop_checks.number_of_workers import notes_on_number_of_workers
+from raytrain.training.loop_checks.reached_code import remember_source_lines
 from raytrain.training.loop_checks.unused_options import options_without_effect, unused_options
 from raytrain.training.loop_errors import errors_of_loop
 from raytrain.training.metrics.gallery import Gallery

@@ -16,7 +16,7 @@ from raytrain.data.labels.part_names import Part
 from raytrain.data.plan.batch_plan import BatchPlan
 from raytrain.runs.checkpoint_files import Identity
 from raytrain.storage.store import Store
-from raytrain.training.loop_checks.loop_source import SourceLines, source_lines
+from raytrain.training.loop_checks.reached_code import SourceLines, source_lines
 from raytrain.training.script_logging import LoggerSettings, logging_here
 
 if TYPE_CHECKING:

@@ -20,8 +20,8 @@ from raytrain.config.pickled_code import check_loop
 from raytrain.errors import UsageError
 from raytrain.launch.ray.worker import pickle_functions
 from raytrain.launch.train import train
-from raytrain.training.loop_checks.loop_source import remember_source_lines, source_lines
 from raytrain.training.loop_checks.numbered_batches import number_that_decides
+from raytrain.training.loop_checks.reached_code import remember_source_lines, source_lines
 
 LOOP = """
 import travelling_helper

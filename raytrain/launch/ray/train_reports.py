@@ -27,7 +27,7 @@ from raytrain.launch.ray.private_api import is_tune_trial
 from raytrain.runs.metric_row import MetricRow
 from raytrain.storage.temporary_files import TemporaryFolder
 from raytrain.trackers.tracker import row_metrics
-from raytrain.training.loop_checks.loop_source import own_code
+from raytrain.training.loop_checks.reached_code import own_code
 from raytrain.training.protocols import Worker
 
 _log = logging.getLogger("raytrain")

@@ -35,7 +35,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from raytrain.config.user_code import is_of_user, is_users_class
 from raytrain.training.exact.agreement import digest_of_tensors, has_digest
-from raytrain.training.loop_checks.loop_source import with_inner_code
+from raytrain.training.loop_checks.reached_code import with_inner_code
 from raytrain.training.loop_checks.shown_names import is_shown_counter
 from raytrain.training.random_numbers import state_of
 

@@ -24,7 +24,7 @@ from typing import Any, cast
 from raytrain.config.named_functions import file_of_function, find_spec, no_function
 from raytrain.config.user_code import describe, is_of_user, line_of
 from raytrain.errors import UsageError, did_you_mean
-from raytrain.training.loop_checks.loop_source import NO_SOURCE, own_code, with_inner_code
+from raytrain.training.loop_checks.reached_code import NO_SOURCE, own_code, with_inner_code
 
 _ANY_NAME = {"globals", "exec", "eval", "vars"}  # a file that calls them may define names that are not in its text
 _ENDS = ("sys.exit", "exit", "quit", "os._exit")  # calls that end the process when the file is imported

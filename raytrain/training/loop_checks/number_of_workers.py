@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from raytrain.config.user_code import line_of
-from raytrain.training.loop_checks.loop_source import own_code, text_of
 from raytrain.training.loop_checks.numbered_batches import names_computed_with, sets_rate
+from raytrain.training.loop_checks.reached_code import own_code, text_of
 from raytrain.training.loop_checks.searching import searching
 
 _RATE_NOTE = (

@@ -32,7 +32,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_leaves
 
 from raytrain.training.batches.batch import Epoch
-from raytrain.training.loop_checks.loop_source import NO_SOURCE
+from raytrain.training.loop_checks.reached_code import NO_SOURCE
 
 _TRAINING_CALLS = {"step", "zero_grad", "backward", "unscale_", "update_parameters", "no_sync"}  # names of methods
 _RATES = {"lr", "momentum", "betas", "weight_decay"}  # options of an optimizer's group

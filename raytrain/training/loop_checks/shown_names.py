@@ -12,7 +12,7 @@ import linecache
 from collections.abc import Iterable
 from contextlib import suppress
 
-from raytrain.training.loop_checks.loop_source import NO_SOURCE
+from raytrain.training.loop_checks.reached_code import NO_SOURCE
 
 _SHOWING = {"print", "debug", "info", "warning", "set_description", "set_description_str", "set_postfix"}
 _SHOWING_TEXT = {*_SHOWING, "log"}

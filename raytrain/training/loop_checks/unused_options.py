@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 from raytrain.config.options import options_by_call
 from raytrain.errors import flag
 from raytrain.recipes import RECIPES
-from raytrain.training.loop_checks.loop_source import own_code
+from raytrain.training.loop_checks.reached_code import own_code
 
 if TYPE_CHECKING:
     from raytrain.training.run import Run
