@@ -246,6 +246,17 @@ def part_by_part(model: Any, batch: Any) -> Tensor:
     return F.cross_entropy(model[3](written + doubled), batch.labels)
 
 
+def buffer_of_images(run: Any) -> None:
+    """Images in a buffer that the loop makes once, and writes anew in each step."""
+    model, buffer = run.prepare(mlp()), torch.empty(64, 3, 8, 8, dtype=torch.float64).fill_(run.rank)
+
+    def loss_of(model: nn.Module, batch: Any) -> Tensor:
+        buffer[: len(batch.images)] = batch.images
+        return F.cross_entropy(model(buffer[: len(batch.images)]), batch.labels)
+
+    steps(run, model, run.prepare(SGD(model.parameters(), lr=0.1)), loss_of)
+
+
 def shaped_as_a_bias(run: Any) -> None:
     """A factor for each image, of which a worker of two has as many as there are numbers in a bias."""
     generator = torch.Generator().manual_seed(3)
@@ -904,6 +915,7 @@ def of_mean(term: Callable[[Tensor], Tensor]) -> Loop:
 
 SILENT: dict[str, Loop] = {
     "features written part by part": by_steps(part_by_part, mlp),
+    "a buffer of images": buffer_of_images,
     "hooks that multiply": by_steps(hooks_that_multiply, mlp),
     "hooks of weights that multiply": hooks_of_weights(of_some_rows),
     "experts": by_steps(entropy, lambda: Between(experts)),

@@ -197,6 +197,10 @@ class WatchedCalls(TorchFunctionMode):
         num_gathers = gather.num_backwards
         result = self._swapped.call(func, name, args, kwargs)
         leaves = tree_leaves((args, kwargs))  # once for numbers and marks, because it takes longest
+        # A buffer that each step writes anew depends on what is written alone.
+        if name == "__setitem__" and _writes_all_rows(args[0], args[1], self._num_images):
+            self._marks.pop(args[0], None)
+            leaves = tree_leaves(args[1:])
         self.numbers.follow(name, args, leaves, result, sys._getframe(1))
         # The result depends on the batch if an argument does, unless that gives only its type or shape.
         inputs = tree_leaves(args[:1]) if name in LIKE_ANOTHER else leaves
@@ -494,6 +498,12 @@ def _is_part_of_rows(tensor: Tensor, index: Any, num_images: int) -> bool:
         return False
     start, stop, _ = rows.indices(len(tensor))
     return bool(start % num_images or stop % num_images)
+
+
+def _writes_all_rows(tensor: Tensor, index: Any, num_images: int) -> bool:
+    """Return whether ``index`` is a slice of the first rows of ``tensor``, one for each image, or of all its rows."""
+    rows = index[0] if isinstance(index, tuple) and len(index) == 1 else index
+    return isinstance(rows, slice) and rows.indices(len(tensor)) in ((0, num_images, 1), (0, len(tensor), 1))
 
 
 def _covers_alike(mask: Tensor) -> bool:
