@@ -76,14 +76,15 @@ def apply_operations(images: Tensor, operations: npt.NDArray[np.integer], magnit
         return images
 
     # Sort the images by their function, so that each gets all of its images at once. On a CPU, it gets only as many at
-    # a time as stay in the cache from one kernel to the next. Images that are so large that it gets one at a time stay
-    # where they are.
-    cache_bytes = torch.get_num_threads() * _CACHE_BYTES
-    most_rows = len(images) if images.is_cuda else max(1, cache_bytes // (4 * math.prod(images.shape[1:])))
+    # a time as stay in the cache from one kernel to the next, or one for each thread. Images of which only one stays
+    # there are not sorted, because copying them takes longer than a few calls more.
+    in_cache = _CACHE_BYTES // (4 * math.prod(images.shape[1:]))
+    most_rows = len(images) if images.is_cuda else max(torch.get_num_threads(), in_cache)
+    are_sorted = images.is_cuda or in_cache > 1
     functions = (_CUDA_FUNCTION_OF if images.is_cuda else _FUNCTION_OF)[operations]
-    order = np.argsort(functions, kind="stable") if most_rows > 1 else np.arange(len(images))
+    order = np.argsort(functions, kind="stable") if are_sorted else np.arange(len(images))
     rows, rows_back = torch.from_numpy(np.stack([order, np.argsort(order)])).to(images.device, non_blocking=True)
-    by_operation = images.index_select(0, rows) if most_rows > 1 else images
+    by_operation = images.index_select(0, rows) if are_sorted else images
 
     # One copy brings all numbers to the device, in a shape that is broadcast over the pixels of an image.
     numbers = torch.from_numpy(_numbers(operations[order], magnitudes[order], (images.shape[2], images.shape[3])))
@@ -103,7 +104,7 @@ def apply_operations(images: Tensor, operations: npt.NDArray[np.integer], magnit
                 changed = changed.to(torch.int16)
             if changed is not group:
                 group.copy_(changed)
-    return by_operation.index_select(0, rows_back) if most_rows > 1 else by_operation
+    return by_operation.index_select(0, rows_back) if are_sorted else by_operation
 
 
 def erase(images: Tensor, boxes: Int64s, fill: Tensor) -> Tensor:
