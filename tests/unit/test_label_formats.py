@@ -42,6 +42,13 @@ def test_lists_whose_keys_have_no_suffix_and_those_that_begin_with_the_label(tmp
     assert read(tmp_path, "train.txt", "a, b.jpg 3\nc.jpg 4\n") == {"a, b.jpg": "3", "c.jpg": "4"}
 
 
+def test_keys_are_in_the_column_whose_values_end_like_images(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert read(tmp_path, "a.csv", "key,Filename,label\n1,2.jpg,cat\n2,1.jpg,dog\n") == {"2.jpg": "cat", "1.jpg": "dog"}
+    assert "'Filename' is read of the columns 'key', 'Filename'" in caplog.text
+    assert read(tmp_path, "a.csv", "key,filename,label\n1,a.jpg,cat\n2,b,dog\n") == {"1": "cat", "2": "dog"}
+    assert read(tmp_path, "a.csv", "key,filename,label\n1,a.jpg,cat\n", key="key") == {"1": "cat"}
+
+
 def test_columns_between_tabs_may_have_commas_in_their_names(tmp_path: Path) -> None:
     content = "path\tlabel\tsize (w, h, c)\na.jpg\tcat\t3, 4, 3\nb.jpg\tdog\t5, 4, 3\n"
     assert read(tmp_path, "a.tsv", content) == {"a.jpg": "cat", "b.jpg": "dog"}

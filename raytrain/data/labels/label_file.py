@@ -248,6 +248,14 @@ def _open_table(url: str, columns: LabelColumns, option: str | None = None) -> p
     return read_table(url, key_names, label_names, option)
 
 
+def _has_images(table: pa.Table, name: str) -> bool:
+    """Return True if ``table`` has a column of this name, in any case, whose values all end like an image."""
+    column = find_column(table.column_names, None, (name,))
+    if column is None or table.column_names.count(column) > 1:
+        return False
+    return all(isinstance(value, str) and ends_like_image(value) for value in table[column].to_pylist())
+
+
 def label_table(table: pa.Table, url: str, columns: LabelColumns, images_urls: Sequence[str]) -> LabelTable:
     """Return the rows of a table of the label file ``url``, and log what is not used of it.
 
@@ -256,7 +264,9 @@ def label_table(table: pa.Table, url: str, columns: LabelColumns, images_urls: S
     if not len(table):
         raise UsageError(f"The label file {url} has no row; it must have one for each image.")
     table = _without_absent_classes(table, url, columns)
-    key_texts = texts_of(table, url, column_called(table.column_names, url, "--key-column", columns.key, KEY_COLUMNS))
+    # Of several columns that may have the keys, one whose values end like images has them: `key` may number the rows.
+    usual = sorted(KEY_COLUMNS, key=lambda name: not _has_images(table, name))
+    key_texts = texts_of(table, url, column_called(table.column_names, url, "--key-column", columns.key, usual))
     keys = [normalized_key(key, images_urls) for key in key_texts.to_pylist()]
     table = with_parts_of_tags(table, url, columns)
     split = split_column(table, url, columns)
