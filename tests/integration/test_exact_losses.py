@@ -182,7 +182,7 @@ def check_losses(folder: str) -> None:
         train_loop(loop, f"{folder}/{losses_of.__name__}", dataclasses.replace(OPTIONS, epochs=1))
 
 
-@pytest.mark.parametrize("num_workers", [1, 3])
+@pytest.mark.parametrize("num_workers", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_gradients_are_those_of_the_global_batch_for_losses_of_many_forms(num_workers: int, tmp_path: Path) -> None:
     run_in_processes(num_workers, check_losses, str(tmp_path))
 
