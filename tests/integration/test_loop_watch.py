@@ -246,15 +246,24 @@ def part_by_part(model: Any, batch: Any) -> Tensor:
     return F.cross_entropy(model[3](written + doubled), batch.labels)
 
 
-def buffer_of_images(run: Any) -> None:
-    """Images in a buffer that the loop makes once, and writes anew in each step."""
-    model, buffer = run.prepare(mlp()), torch.empty(64, 3, 8, 8, dtype=torch.float64).fill_(run.rank)
+def buffer_of_images(write: Callable[[Tensor, Tensor], object]) -> Loop:
+    """Images in a buffer that the loop makes once, and that it can ``write`` anew in each step."""
 
-    def loss_of(model: nn.Module, batch: Any) -> Tensor:
-        buffer[: len(batch.images)] = batch.images
-        return F.cross_entropy(model(buffer[: len(batch.images)]), batch.labels)
+    def loop(run: Any) -> None:
+        model, buffer = run.prepare(mlp()), torch.empty(64, 3, 8, 8, dtype=torch.float64).fill_(run.rank)
 
-    steps(run, model, run.prepare(SGD(model.parameters(), lr=0.1)), loss_of)
+        def loss_of(model: nn.Module, batch: Any) -> Tensor:
+            write(buffer, batch.images)
+            return F.cross_entropy(model(buffer[: len(batch.images)]), batch.labels)
+
+        steps(run, model, run.prepare(SGD(model.parameters(), lr=0.1)), loss_of)
+
+    return loop
+
+
+def write_padded(buffer: Tensor, images: Tensor) -> None:
+    buffer.zero_()
+    buffer[: len(images), :, 1:] = images[:, :, :-1]
 
 
 def shaped_as_a_bias(run: Any) -> None:
@@ -915,7 +924,9 @@ def of_mean(term: Callable[[Tensor], Tensor]) -> Loop:
 
 SILENT: dict[str, Loop] = {
     "features written part by part": by_steps(part_by_part, mlp),
-    "a buffer of images": buffer_of_images,
+    "a buffer of images": buffer_of_images(lambda buffer, images: buffer.__setitem__(slice(len(images)), images)),
+    "a buffer of copied images": buffer_of_images(lambda buffer, images: buffer[: len(images)].copy_(images)),
+    "a buffer of padded images": buffer_of_images(write_padded),
     "hooks that multiply": by_steps(hooks_that_multiply, mlp),
     "hooks of weights that multiply": hooks_of_weights(of_some_rows),
     "experts": by_steps(entropy, lambda: Between(experts)),

@@ -47,6 +47,7 @@ from raytrain.training.batches.batch import Batch
 from raytrain.training.exact import gather
 from raytrain.training.loop_checks.hooks_of_gradients import watched_hook
 from raytrain.training.loop_checks.loop_numbers import LoopNumbers
+from raytrain.training.loop_checks.rows_of_images import covers_alike, has_rows, is_all_rows, is_part_of_rows
 from raytrain.training.loop_checks.searching import searching
 from raytrain.training.loop_checks.swapped_images import SwappedImages, is_collective
 from raytrain.training.loop_checks.torch_functions import (
@@ -116,6 +117,7 @@ class WatchedCalls(TorchFunctionMode):
         self._marks: Any = WeakIdKeyDictionary()  # of tensors that depend on the batch: a set of words
         # Tensors that depend on random numbers of the loop's generators which have the shape of a weight: the seeds.
         self._drawn: Any = WeakIdKeyDictionary()
+        self._buffers: Any = WeakIdKeyDictionary()  # tensors into which the loop has written images, as keys
         self._weights: set[int] = set()
         self._shapes_of_weights: set[torch.Size] = set()
         self._has_compared = False  # True if Python has compared numbers of two images in this step
@@ -197,10 +199,14 @@ class WatchedCalls(TorchFunctionMode):
         num_gathers = gather.num_backwards
         result = self._swapped.call(func, name, args, kwargs)
         leaves = tree_leaves((args, kwargs))  # once for numbers and marks, because it takes longest
-        # A buffer that each step writes anew depends on what is written alone.
-        if name == "__setitem__" and _writes_all_rows(args[0], args[1], self._num_images):
-            self._marks.pop(args[0], None)
-            leaves = tree_leaves(args[1:])
+        # A buffer that each step writes anew depends on what is written alone, also if a part of it is written whole.
+        if (anew := self._written_anew(name, args, kwargs)) is not None:
+            leaves = [leaf for leaf in leaves if leaf is not anew]
+            buffer = anew if anew._base is None else anew._base
+            self._buffers[buffer] = True
+            for tensor in (anew, buffer):
+                self._marks.pop(tensor, None)
+                self._drawn.pop(tensor, None)
         self.numbers.follow(name, args, leaves, result, sys._getframe(1))
         # The result depends on the batch if an argument does, unless that gives only its type or shape.
         inputs = tree_leaves(args[:1]) if name in LIKE_ANOTHER else leaves
@@ -215,7 +221,7 @@ class WatchedCalls(TorchFunctionMode):
         self._follow_drawn(name, kwargs.get("generator"), sources, leaves, result_or_written)
         if name == "__bool__" and sources and self._is_decision(sources[0]):
             self.numbers.note_decision(result, sys._getframe(1))
-        if name == "__setitem__" and _is_part_of_rows(args[0], args[1], self._num_images):
+        if name == "__setitem__" and is_part_of_rows(args[0], args[1], self._num_images):
             # A new tensor may be filled part by part, as by a network that gets a few images at once.
             if args[0] in self._marks and "filled" not in self._marks[args[0]]:
                 self._marks[args[0]].add("placed")
@@ -280,7 +286,7 @@ class WatchedCalls(TorchFunctionMode):
         images in layers, and a penalty on the weights meets the loss: neither counts. ``sources`` are those of the
         ``leaves``, of all arguments, that depend on the batch.
         """
-        is_drawn = isinstance(result, Tensor) and self._num_images > 1 and _has_rows(result, self._num_images)
+        is_drawn = isinstance(result, Tensor) and self._num_images > 1 and has_rows(result, self._num_images)
         if is_drawn and generator is not None:
             is_long = result.ndim == 1 and len(result) > _MAX_NUMBERS_PER_IMAGE * self._num_images
             if not is_long and result.shape not in self._shapes_of_weights:
@@ -300,6 +306,13 @@ class WatchedCalls(TorchFunctionMode):
                 if isinstance(leaf, Tensor) and id(leaf) not in self._weights:
                     self._drawn[leaf] = seeds
 
+    def _written_anew(self, name: str, args: Any, kwargs: Any) -> Tensor | None:
+        """Return the tensor, perhaps a part of another one, all of whose rows for the images a call writes; or None."""
+        if name == "__setitem__":
+            return args[0] if is_all_rows(args[0], args[1], self._num_images) else None
+        written = args[0] if name in ("copy_", "zero_", "fill_") else kwargs.get("out")
+        return written if isinstance(written, Tensor) and id(written) not in self._weights else None
+
     def _is_cut(self, args: Any, rows: Any) -> bool:
         """Return whether ``rows`` are a slice of a tensor of numbers with a row for each of this worker's images.
 
@@ -309,7 +322,7 @@ class WatchedCalls(TorchFunctionMode):
         parts = args[1] if isinstance(args[1], tuple) else (args[1],)
         index = next((part for part in parts if not isinstance(part, int)), None)
         is_slice = isinstance(index, slice) and index != slice(None) and isinstance(rows, Tensor) and rows.ndim > 1
-        if not is_slice or not rows.is_floating_point() or id(args[0]) in self._weights:
+        if not is_slice or not rows.is_floating_point() or id(args[0]) in self._weights or args[0] in self._buffers:
             return False
         return len(rows) == self._num_images > 1 and bool((rows != rows[:1]).any())
 
@@ -342,13 +355,13 @@ class WatchedCalls(TorchFunctionMode):
         """Return whether ``tensor`` is computed from the batch, or has a row for each image, as an attack on it has."""
         if tensor in self._marks or id(tensor) in self._weights:
             return tensor in self._marks
-        has_shape = tensor.shape[1:] == self._image_shape and _has_rows(tensor, self._num_images)
+        has_shape = tensor.shape[1:] == self._image_shape and has_rows(tensor, self._num_images)
         return has_shape or tensor.shape[:1] == (self._num_images,)
 
     def _follow_single_numbers(self, name: str, args: Any, sources: list[Tensor], result: Any) -> None:
         """Mark the numbers that Python takes out of a vector, and note whether it compares those of two images."""
         vector = sources[0]
-        if vector.ndim == 1 and _has_rows(vector, self._num_images):
+        if vector.ndim == 1 and has_rows(vector, self._num_images):
             if name == "unbind":
                 for row, number in enumerate(result):
                     self._marks[number].add(f"row {row % self._num_images}")
@@ -378,7 +391,7 @@ class WatchedCalls(TorchFunctionMode):
     def _mark_statistics(self, call: _Call, marks: set[str]) -> None:
         """Add ``statistic`` to the ``marks`` after a sum or a mean over images, ``compares`` after a use not linear."""
         is_mean = call.name in STATISTICS or LOSSES.fullmatch(call.name)
-        if call.gives_one_number and is_mean and _has_rows(call.sources[0], call.num_images):
+        if call.gives_one_number and is_mean and has_rows(call.sources[0], call.num_images):
             marks.add("statistic")
 
         # A number of several images is harmless as long as the loss is linear in it, because the mean over all workers'
@@ -390,7 +403,7 @@ class WatchedCalls(TorchFunctionMode):
             marks.add("compares")
         # The largest of several images are chosen by a comparison, even if as many of them are in both groups.
         chooses = call.name in ("topk", "kthvalue") and call.sources[0].ndim == 1
-        is_chosen = chooses and _has_rows(call.sources[0], call.num_images)
+        is_chosen = chooses and has_rows(call.sources[0], call.num_images)
         if is_chosen or (call.name in BENDS and any(map(self._swapped.mixes, call.sources))):
             marks.add("compares")
 
@@ -405,7 +418,7 @@ class WatchedCalls(TorchFunctionMode):
         """Add ``selected`` to the ``marks`` if the number of the result's rows depends on the images."""
         # A number has no rows, such as one of labels.unique(), and rows that are put back where they were are complete.
         result, first, num_images = call.result, call.sources[0], call.num_images
-        is_put_back = call.name in PUT_BACK and _has_rows(result, num_images)
+        is_put_back = call.name in PUT_BACK and has_rows(result, num_images)
         is_of_selection = any(source.ndim and "selected" in self._marks[source] for source in call.sources)
         if isinstance(result, Tensor) and result.ndim and (is_put_back or not is_of_selection):
             marks.discard("selected")
@@ -415,9 +428,9 @@ class WatchedCalls(TorchFunctionMode):
         # one_hot(labels), does not. Of the rows of all workers, it may select this worker's own.
         indices = [leaf for leaf in tree_leaves(call.args[1:]) if isinstance(leaf, Tensor)]
         masks = [index for index in indices if index.dtype == torch.bool]
-        is_by_mask = call.name in ("__getitem__", "masked_select") and not all(map(_covers_alike, masks))
+        is_by_mask = call.name in ("__getitem__", "masked_select") and not all(map(covers_alike, masks))
         gives_indices = call.name in ("nonzero", "argwhere") or (call.name == "where" and len(call.args) == 1)
-        is_selection = is_by_mask or (gives_indices and not _covers_alike(first))
+        is_selection = is_by_mask or (gives_indices and not covers_alike(first))
         is_selection |= any(self._swapped.selects(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
         if is_selection and not (first.ndim and len(first) > num_images and len(result) == num_images):
             marks.add("selected")
@@ -433,8 +446,8 @@ class WatchedCalls(TorchFunctionMode):
         # covers equally many numbers of each image counts the images.
         first = call.sources[0]
         is_sum = call.name in ("sum", "nansum") or call.kwargs.get("reduction") == "sum"
-        if call.gives_one_number and is_sum and ("selected" in marks or _has_rows(first, call.num_images)):
-            marks.add("count" if _covers_alike(first) else "sum")
+        if call.gives_one_number and is_sum and ("selected" in marks or has_rows(first, call.num_images)):
+            marks.add("count" if covers_alike(first) else "sum")
 
         # A mean over selected rows, such as a loss of torch, weights the workers wrongly.
         is_mean_loss = LOSSES.fullmatch(call.name) and call.kwargs.get("reduction", "mean") in ("mean", "batchmean")
@@ -489,35 +502,3 @@ class WatchedCalls(TorchFunctionMode):
 def _rows_of(marks: set[str]) -> set[str]:
     """Return those of ``marks`` that say of which single images a number is."""
     return {mark for mark in marks if mark.startswith("row ")}
-
-
-def _is_part_of_rows(tensor: Tensor, index: Any, num_images: int) -> bool:
-    """Return whether ``index`` is a slice of the rows of ``tensor`` that begins or ends among the images."""
-    rows = index[0] if isinstance(index, tuple) and index else index
-    if not isinstance(rows, slice) or num_images < 2 or not _has_rows(tensor, num_images):
-        return False
-    start, stop, _ = rows.indices(len(tensor))
-    return bool(start % num_images or stop % num_images)
-
-
-def _writes_all_rows(tensor: Tensor, index: Any, num_images: int) -> bool:
-    """Return whether ``index`` is a slice of the first rows of ``tensor``, one for each image, or of all its rows."""
-    rows = index[0] if isinstance(index, tuple) and len(index) == 1 else index
-    return isinstance(rows, slice) and rows.indices(len(tensor)) in ((0, num_images, 1), (0, len(tensor), 1))
-
-
-def _covers_alike(mask: Tensor) -> bool:
-    """Return whether each row of ``mask``, (m, ...), has the same sum, though not all of its numbers are the same.
-
-    Such are the mask of a masked autoencoder, which covers equally many patches of each image, and ``one_hot(labels)``.
-    """
-    if mask.ndim < 2 or mask.requires_grad:
-        return False
-    rows = mask.flatten(1)
-    sums = rows.sum(1)
-    return bool(torch.allclose(sums, sums[:1].expand_as(sums)) and (rows != rows[:1, :1]).any())
-
-
-def _has_rows(tensor: Tensor, num_images: int) -> bool:
-    """Return whether ``tensor`` has one row per image, or several, such as one per patch."""
-    return tensor.ndim > 0 and tensor.shape[0] > 0 and tensor.shape[0] % num_images == 0

@@ -1,0 +1,42 @@
+"""Rows of tensors, one for each image of a worker or several: whether a tensor has them, and which an index chooses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def has_rows(tensor: Tensor, num_images: int) -> bool:
+    """Return whether ``tensor`` has one row per image, or several, such as one per patch."""
+    return tensor.ndim > 0 and tensor.shape[0] > 0 and tensor.shape[0] % num_images == 0
+
+
+def is_part_of_rows(tensor: Tensor, index: Any, num_images: int) -> bool:
+    """Return whether ``index`` is a slice of the rows of ``tensor`` that begins or ends among the images."""
+    rows = index[0] if isinstance(index, tuple) and index else index
+    if not isinstance(rows, slice) or num_images < 2 or not has_rows(tensor, num_images):
+        return False
+    start, stop, _ = rows.indices(len(tensor))
+    return bool(start % num_images or stop % num_images)
+
+
+def is_all_rows(tensor: Tensor, index: Any, num_images: int) -> bool:
+    """Return whether ``index`` is a slice of the first rows of ``tensor``, one for each image, or of all its rows."""
+    rows = index[0] if isinstance(index, tuple) and len(index) == 1 else index
+    if rows is Ellipsis:
+        return True
+    return isinstance(rows, slice) and rows.indices(len(tensor)) in ((0, num_images, 1), (0, len(tensor), 1))
+
+
+def covers_alike(mask: Tensor) -> bool:
+    """Return whether each row of ``mask``, (m, ...), has the same sum, though not all of its numbers are the same.
+
+    Such are the mask of a masked autoencoder, which covers equally many patches of each image, and ``one_hot(labels)``.
+    """
+    if mask.ndim < 2 or mask.requires_grad:
+        return False
+    rows = mask.flatten(1)
+    sums = rows.sum(1)
+    return bool(torch.allclose(sums, sums[:1].expand_as(sums)) and (rows != rows[:1, :1]).any())
