@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 Options = dict[str, Any]
 """The options of a group of an optimizer by name, or the group itself, which also has its parameters."""
@@ -46,7 +47,7 @@ class ResumedOptions:
         self._built: dict[Optimizer, list[Options]] = {}  # of each group as the loop has built it
         self._loaded: dict[Optimizer, list[Options]] = {}  # of each group after loading
         # As a resume has entered an epoch in its middle: the options of each group, and the states of the weights.
-        self._entered: dict[Optimizer, tuple[list[Options], dict[Any, Options]]] = {}
+        self._entered: dict[Optimizer, tuple[list[Options], dict[Any, Any]]] = {}
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -90,21 +91,22 @@ class ResumedOptions:
                     setattr(scheduler, attribute, [rate * ratio for rate, ratio in zip(rates, of_groups, strict=True)])
 
     def keep_entered(self) -> None:
-        """Keep the options and the state of all optimizers for :meth:`restore_entered`."""
+        """Keep copies of the options and the state of all optimizers for :meth:`restore_entered`."""
         for optimizer in self._loaded:
-            options = [options_of(group) for group in optimizer.param_groups]
-            self._entered[optimizer] = options, {weight: dict(state) for weight, state in optimizer.state.items()}
+            options = [_copy(options_of(group)) for group in optimizer.param_groups]
+            self._entered[optimizer] = options, {key: _copy(state) for key, state in optimizer.state.items()}
 
     def restore_entered(self) -> None:
         """Set the options and the state that were kept in all optimizers, and forget them."""
         for optimizer, (options, states) in self._entered.items():
             for kept, group in zip(options, optimizer.param_groups, strict=False):  # the loop may have added groups
-                for name, value in kept.items():
-                    if isinstance(value, torch.Tensor) and isinstance(group.get(name), torch.Tensor):
-                        group[name].copy_(value)  # a compiled optimizer has this tensor
-                    else:
-                        group[name] = value
-            optimizer.state.update(states)
+                _restore(group, kept)
+            for key, kept in states.items():
+                # Some optimizers keep a number of their own beside the states of the weights, which are dictionaries.
+                if isinstance(kept, dict) and isinstance(optimizer.state.get(key), dict):
+                    _restore(optimizer.state[key], kept)
+                else:
+                    optimizer.state[key] = kept
         self._entered.clear()
 
     def restore_added_groups(self, optimizer: Optimizer, before: list[Options]) -> None:
@@ -183,3 +185,18 @@ def _apply_changes(begun: Options, group: Options) -> float:
     group.update(changed)
     group[_BEGUN] = begun
     return ratio
+
+
+def _copy(options: Any) -> Any:
+    """Return nested ``options`` or states with a copy of each tensor, which what changes it in place leaves alone."""
+    return tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf, options)
+
+
+def _restore(options: Options, kept: Options) -> None:
+    """Set ``options`` to those ``kept``: a tensor in place, because a compiled optimizer has this one."""
+    for name, value in kept.items():
+        current = options.get(name)
+        if isinstance(value, torch.Tensor) and isinstance(current, torch.Tensor) and current.shape == value.shape:
+            current.copy_(value)
+        else:
+            options[name] = value

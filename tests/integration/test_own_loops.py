@@ -221,6 +221,20 @@ def changes_at_the_start_of_an_epoch(run: Run) -> None:
             kept.total += run.total([loss.item() * batch.num_used])[0] / run.total([batch.num_used])[0]
 
 
+def changes_in_place_at_the_start_of_an_epoch(run: Run) -> None:
+    """The same of tensors that the loop changes in place, with a number of the optimizer's own beside them."""
+    model = run.prepare(run.build_model())
+    optimizer = run.prepare(torch.optim.Adam(model.parameters(), lr=torch.tensor(0.1, dtype=torch.float64)))
+    for epoch in run.epochs():
+        optimizer.param_groups[0]["lr"].mul_(0.5)
+        for state in optimizer.state.values():
+            if isinstance(state, dict):
+                state["exp_avg"].zero_()
+        for batch in epoch:
+            learn(model, optimizer, batch)
+        optimizer.state["epochs"] = epoch.number  # pyright: ignore[reportArgumentType]
+
+
 def rate_in_a_tensor(run: Run) -> None:
     """A rate as torch advises it for compiled optimizers; two schedulers change the tensor in place."""
     model = run.prepare(run.build_model())
@@ -412,6 +426,7 @@ SAME_ON_ANY_WORKERS = (
     scheduler_of_batches,
     scheduler_of_epochs,
     changes_at_the_start_of_an_epoch,
+    changes_in_place_at_the_start_of_an_epoch,
     scheduler_of_its_own,
     rate_in_a_tensor,
     sharpness_aware,
