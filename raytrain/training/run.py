@@ -48,9 +48,9 @@ from raytrain.training.batches.device_batches import DeviceBatches, HostTensors
 from raytrain.training.checkpoint_state import CheckpointState, Stateful
 from raytrain.training.exact.gather import gather_rows
 from raytrain.training.metrics.gallery import Gallery
-from raytrain.training.metrics.logged_values import logged_fractions
 from raytrain.training.metrics.prepared_metrics import is_metric
 from raytrain.training.metrics.sample_margins import SampleMargins
+from raytrain.training.metrics.step_metrics import logged_fractions
 from raytrain.training.networks import transfer
 from raytrain.training.networks.loss import Loss, check_answers, check_logits
 from raytrain.training.networks.weight_average import WeightAverage

@@ -25,8 +25,8 @@ from raytrain.training.metrics.evaluation_metrics import (
     check_number_of_classes,
     mean_of_known,
 )
-from raytrain.training.metrics.logged_values import logged_fractions
 from raytrain.training.metrics.prepared_metrics import prepare_metric
+from raytrain.training.metrics.step_metrics import logged_fractions
 from raytrain.training.metrics.torchmetrics_by_name import build_torchmetric, torchmetrics_of
 
 _CLASSES_AT_A_TIME = 64  # classes for which the probabilities of all images are in memory together
