@@ -83,7 +83,6 @@ class MachineOptions:
         "auto|cpu|cuda|cuda:0,2|cuda:A100",
         Mark.COMMON,
         Mark.DECIDED_ANEW,
-        Mark.DECIDED_AT_START,
         KnownAs("gpu gpu-ids cuda cpu no-cuda accelerator"),
     ] = "auto"
     """auto: GPUs if there are any; cuda:0,2: GPUs by their numbers in `raytrain devices`; cuda:A100: GPUs of a type."""

@@ -47,7 +47,7 @@ def resumed_options(config: TrainConfig, before: TrainConfig) -> TrainConfig:
             )
 
     # Options that were not given are as they were. First those that are decided at the start of a run.
-    undecided = [option for option in options_with(Mark.DECIDED_AT_START) if getattr(config, option) is None]
+    undecided = [option for option in options_with(Mark.DECIDED_AT_START) if getattr(config, option) in (None, "auto")]
     # Then the split of the images, unless these or their labels come from elsewhere now. Whether they are the run's
     # images is checked later.
     places = ("validation_data", "validation_labels", "label_pattern")
@@ -61,10 +61,6 @@ def resumed_options(config: TrainConfig, before: TrainConfig) -> TrainConfig:
     return dataclasses.replace(
         config,
         tag=tuple(dict.fromkeys([*before.tag, *config.tag])),
-        precision=before.precision if config.precision == "auto" else config.precision,
-        resizer=before.resizer if config.resizer == "auto" else config.resizer,
-        decoder=before.decoder if config.decoder == "auto" else config.decoder,
-        channels_last=before.channels_last if config.channels_last == "auto" else config.channels_last,
         **{option: getattr(before, option) for option in undecided if option != "tag"},
     )
 

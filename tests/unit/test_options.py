@@ -347,3 +347,7 @@ def test_options_that_a_call_takes_are_known_by_the_call() -> None:
     assert options_by_call()["run.build_scheduler"] == ["schedule", "warmup_epochs"]
     assert options_by_call()["run.train_head_first"] == ["head_epochs"]
     assert options_by_call()["run.build_model"] == ["model", "model_option", "weights", "freeze"]
+
+
+def test_no_option_is_both_decided_anew_and_kept_by_a_resume() -> None:
+    assert set(options_with(Mark.DECIDED_ANEW)).isdisjoint(options_with(Mark.DECIDED_AT_START))
