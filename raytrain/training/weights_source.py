@@ -270,25 +270,11 @@ def from_safetensors(data: bytes) -> tuple[dict[str, Tensor] | None, tuple[str, 
 
 
 def check_archive(data: bytes) -> None:
-    """Raise ValueError if ``data`` is a zip archive, as torch writes them, that is damaged or too large when unpacked.
+    """Raise ValueError if ``data`` is a zip archive, as torch writes them, that is damaged, or too large when unpacked.
 
-    torch itself does not check CRCs: it would return weights with a flipped bit. Data of other formats pass.
-    """
-    check_unpacked_size(data)
-    if data.startswith(ZIP):
-        try:
-            with zipfile.ZipFile(io.BytesIO(data)) as archive:
-                damaged = archive.testzip()
-        except _DAMAGE as error:
-            raise ValueError(f"it is a damaged archive ({error})") from None
-        if damaged is not None:
-            raise ValueError(f"it is a damaged archive (its part {damaged} is not what was written)")
-
-
-def check_unpacked_size(data: bytes) -> None:
-    """Raise ValueError if ``data`` is a zip archive, as torch writes them, that unpacks to over 10 times its size.
-
-    torch allocates the sizes in the archive's directory before it reads the rest.
+    It is too large if it unpacks to over 10 times its size. torch itself allocates the sizes in the archive's
+    directory before it reads the rest, and checks no CRCs: it would return weights with a flipped bit. Data of other
+    formats pass.
     """
     if not data.startswith(ZIP):  # torch decides by the same bytes how to read the file
         return
@@ -296,15 +282,18 @@ def check_unpacked_size(data: bytes) -> None:
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             entries = archive.infolist()
+            unpacked = sum(entry.file_size for entry in entries)
+            if unpacked > _MAX_RATIO * len(data):
+                raise ValueError(f"it unpacks to {unpacked / 1e9:,.1f} GB, {unpacked / len(data):,.0f} times its size")
+            # If there are two fields with sizes of 64 bits, Python may use the last one and torch the first one, which
+            # may be larger.
+            if any(_count_zip64(entry.extra) > 1 for entry in entries):
+                raise ValueError("it is a damaged archive (it says the size of a part twice)")
+            damaged = archive.testzip()
     except _DAMAGE as error:
         raise ValueError(f"it is a damaged archive ({error})") from None
-    unpacked = sum(entry.file_size for entry in entries)
-    if unpacked > _MAX_RATIO * len(data):
-        raise ValueError(f"it unpacks to {unpacked / 1e9:,.1f} GB, {unpacked / len(data):,.0f} times its size")
-    # If there are two fields with sizes of 64 bits, Python may use the last one and torch the first one, which may be
-    # larger.
-    if any(_count_zip64(entry.extra) > 1 for entry in entries):
-        raise ValueError("it is a damaged archive (it says the size of a part twice)")
+    if damaged is not None:
+        raise ValueError(f"it is a damaged archive (its part {damaged} is not what was written)")
 
 
 def _check_directory(data: bytes) -> None:
