@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar, cast
@@ -15,6 +15,7 @@ from raytrain.config.checkpoints import CheckpointOptions, Intervals
 from raytrain.config.data import AugmentationOptions, DataOptions, check_augmentation, check_data
 from raytrain.config.evaluation import NAMED_METRICS, EvaluationOptions, check_evaluation, is_fraction
 from raytrain.config.machines import MachineOptions, check_machines
+from raytrain.config.named_functions import names_own_function
 from raytrain.config.network import (
     DEFAULT_SIZE,
     CropFraction,
@@ -357,6 +358,17 @@ def options_with(mark: Mark) -> tuple[str, ...]:
     Example: ``"epochs" in options_with(Mark.SWEEPABLE)``
     """
     return tuple(name for name, hint in hints_of(TrainConfig).items() if mark in marks_of(hint))
+
+
+def own_functions(config: TrainConfig) -> Iterator[tuple[str, str]]:
+    """Yield each option that names a function of the user's own, with the function's name.
+
+    Example: ``list(own_functions(TrainConfig(loop="loop.py:train"))) == [("loop", "loop.py:train")]``
+    """
+    for option in options_with(Mark.OWN_CODE):
+        value: str | tuple[str, ...] | None = getattr(config, option)
+        names = value if isinstance(value, tuple) else (value,)
+        yield from ((option, name) for name in names if name and names_own_function(name))
 
 
 def option_known_as(name: str) -> str | None:

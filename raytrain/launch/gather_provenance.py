@@ -24,8 +24,8 @@ from typing import Any
 from raytrain.config import TrainConfig
 from raytrain.config.named_functions import file_of_function
 from raytrain.config.option_values import matches
+from raytrain.config.options import own_functions
 from raytrain.errors import current_folder
-from raytrain.launch.job_files import own_functions
 from raytrain.runs.provenance import MAX_CHANGED_FILES, Provenance
 from raytrain.runs.redact import redact
 from raytrain.training.loop_checks.reached_code import source_lines

@@ -17,9 +17,7 @@ from pathlib import Path
 from pathspec import GitIgnoreSpec
 
 from raytrain.config import TrainConfig
-from raytrain.config.named_functions import names_own_function
-from raytrain.config.option_marks import Mark
-from raytrain.config.options import options_with
+from raytrain.config.options import own_functions
 from raytrain.errors import UsageError, current_folder, flag
 
 _MAX_BYTES = 100 * 1024**2  # Ray's limit
@@ -60,18 +58,6 @@ class JobFiles:
         for path in self.paths:
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(self.folder / path, folder / path, follow_symlinks=False)
-
-
-def own_functions(config: TrainConfig) -> Iterator[tuple[str, str]]:
-    """Yield each option that names a function of the user's own, with the function's name.
-
-    Example: ``list(own_functions(TrainConfig(loop="loop.py:train"))) == [("loop", "loop.py:train")]``
-    """
-    for option in options_with(Mark.OWN_CODE):
-        value = getattr(config, option)
-        yield from (
-            (option, name) for name in (value if isinstance(value, tuple) else (value,)) if names_own_function(name)
-        )
 
 
 def job_files(config: TrainConfig, include: Sequence[str] = (), config_file: str | None = None) -> JobFiles:

@@ -16,10 +16,9 @@ from raytrain.config import TrainConfig
 from raytrain.config.named_functions import check_module, check_not_importing, names_own_function
 from raytrain.config.network import Decoder, timm_name
 from raytrain.config.option_marks import Mark
-from raytrain.config.options import options_with
+from raytrain.config.options import options_with, own_functions
 from raytrain.config.pickled_code import check_loop
 from raytrain.errors import UsageError, current_folder, flag, shell_command
-from raytrain.launch.job_files import own_functions
 from raytrain.loader.machine import gpu_decoder_problem
 from raytrain.recipes import RECIPES
 from raytrain.runs.documents import check_name

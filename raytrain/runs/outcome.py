@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 from raytrain.config import TrainConfig
-from raytrain.config.named_functions import names_own_function
 from raytrain.config.option_marks import Mark
-from raytrain.config.options import options_with
+from raytrain.config.options import options_with, own_functions
 from raytrain.errors import TrainingFailed, option_name, shell_command
 from raytrain.recipes import AUTO, CUSTOM, RECIPES
 from raytrain.runs.documents import known_fields
@@ -232,11 +231,7 @@ def resume_command(config: TrainConfig, command: str = "train") -> str:
     machines, and code of the user's. In a job of ``raytrain submit``, it is the command that sends another job, because
     its reader is not on the cluster.
     """
-    code = [
-        name
-        for name in options_with(Mark.OWN_CODE)
-        if any(names_own_function(str(part)) for part in as_tuple(getattr(config, name)))
-    ]
+    code = dict.fromkeys(option for option, _ in own_functions(config))
     names = ["name", "storage", *options_with(Mark.DECIDED_ANEW), *code]
     submitted = shlex.split(os.environ.get(SUBMIT_VARIABLE, ""))
     return shell_command(*submitted, command, *_flags(config, names), "--resume")

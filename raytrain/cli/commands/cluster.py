@@ -135,7 +135,7 @@ def _rehearse(command: Sequence[str], config: TrainConfig, files: JobFiles, addr
     UsageError if the cluster cannot be checked.
     """
     import raytrain
-    from raytrain.launch.job_files import own_functions
+    from raytrain.config.options import own_functions
     from raytrain.launch.ray.submit import JobServer, ask_doctor, entrypoint, job_server_url
 
     own_code = [f"{flag(option)} {name}" for option, name in own_functions(config)]
