@@ -55,14 +55,10 @@ def resumed_options(config: TrainConfig, before: TrainConfig) -> TrainConfig:
     if has_places and (config.labels is None) == (before.labels is None):
         undecided += [option for option in split if getattr(config, option) is None]
     # Then those that describe the run: without the price, its cost so far would be lost, and `raytrain tag` may have
-    # changed its note since the script was written that resumes it. So may have its tags, which are kept beside new
-    # ones.
+    # changed the note and the tags since the script that resumes the run was written. New tags are added to the others.
     undecided += [option for option in options_with(Mark.DESCRIBES_RUN) if getattr(config, option) in (None, ())]
-    return dataclasses.replace(
-        config,
-        tag=tuple(dict.fromkeys([*before.tag, *config.tag])),
-        **{option: getattr(before, option) for option in undecided if option != "tag"},
-    )
+    kept = {option: getattr(before, option) for option in undecided}
+    return dataclasses.replace(config, **kept | {"tag": tuple(dict.fromkeys([*before.tag, *config.tag]))})
 
 
 def already_trained(config: TrainConfig) -> tuple[TrainResult, str] | None:
