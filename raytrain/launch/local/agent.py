@@ -103,10 +103,11 @@ def _end_with_starter() -> None:
 
 
 class _OnlyAgent(RendezvousHandler):
-    """The meeting of the agents of a run that has one.
+    """The rendezvous at which torch has the agents of a run meet, for a run with a single agent.
 
-    torch's own listens on all interfaces of this machine, or polls a file; and for each of its log messages it looks
-    through all imported modules for its caller, which takes a quarter of a second of a core before the first step.
+    torch's own rendezvous listens on all interfaces of this machine, or polls a file; and for each of its log messages
+    it looks through all imported modules for its caller, which takes a quarter of a second of a core before the first
+    step.
     """
 
     def next_rendezvous(self) -> RendezvousInfo:

@@ -292,8 +292,8 @@ class RayBatches:
 class RayReporter:
     """A :class:`raytrain.training.protocols.Reporter` that calls the run's coordinator without waiting for it.
 
-    With ``watch``, a thread waits for a stop request at the coordinator. Calls that must not get lost, ``printed`` and
-    ``flush``, wait for its answer.
+    With ``watch``, a thread waits for a stop request at the coordinator. Calls that must not get lost, ``add_printed``
+    and ``flush``, wait for its answer.
     """
 
     def __init__(self, coordinator: CoordinatorHandle, *, watch: bool) -> None:
