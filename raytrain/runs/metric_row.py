@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple, get_args
 
+from raytrain.config.option_values import fits_64_bits
 from raytrain.runs.documents import known_fields, plain
 
 Kind = Literal["step", "evaluation", "test"]
@@ -65,7 +66,7 @@ class MetricRow:
             raise ValueError(f"a row of the kind {kind!r} of step {step!r} in epoch {epoch!r}")
         # Accept only numbers that Arrow can hold, so that both ways to read a history accept the same rows.
         are_numbers = all(
-            value is None or type(value) is float or (type(value) is int and -(2**63) <= value < 2**63)
+            value is None or type(value) is float or (type(value) is int and fits_64_bits(value))
             for name, value in document.items()
             if name != "kind"
         )

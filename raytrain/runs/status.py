@@ -84,12 +84,12 @@ class RunStatus:
         return None
 
 
-def read_status(store: Store, report: Report = ignore) -> RunStatus:
-    """Return the status of a run as :func:`parse_status` does; interrupted if there is none.
+def read_status(store: Store) -> RunStatus:
+    """Return the status of a run as :func:`parse_status` does; interrupted if there is none, or it is damaged.
 
-    ``report`` gets a sentence if the document is damaged. Raises StorageError if storage is out of reach.
+    Raises StorageError if storage is out of reach.
     """
-    return parse_status(read_json(store, STATUS, report), report)
+    return parse_status(read_json(store, STATUS))
 
 
 def write_status(store: Store, status: RunStatus) -> None:
