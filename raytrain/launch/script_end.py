@@ -59,5 +59,6 @@ def ends_as_a_script() -> Iterator[None]:
         for kind in (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom):
             open_files = [item for item in objects if type(item) is kind]
             for file in (sys.stdout, sys.stderr, *open_files):
-                with suppress(OSError, ValueError):  # a pipe without a reader, or a closed file
+                # A pipe without a reader, a closed file, or in a stream's place an object that can only write.
+                with suppress(OSError, ValueError, AttributeError):
                     file.flush()

@@ -80,8 +80,11 @@ def print_line(line: PrintedLine, trial: str = "") -> None:
     It goes to the same stream to which the worker has printed it. Characters that this stream cannot encode become "?".
     """
     stream = sys.stdout if line.stream == "out" else sys.stderr
-    text = line.text.encode(stream.encoding or "utf-8", "replace").decode(stream.encoding or "utf-8")
-    print(f"[{trial}worker{line.rank}]:{text}", file=stream, flush=True)
+    encoding = getattr(stream, "encoding", None) or "utf-8"  # scripts replace streams by objects that can only write
+    text = line.text.encode(encoding, "replace").decode(encoding)
+    print(f"[{trial}worker{line.rank}]:{text}", file=stream)
+    with suppress(AttributeError):
+        stream.flush()
 
 
 class LogText:
@@ -302,8 +305,9 @@ class ProcessLog(LogCopies):
         super().__exit__(kind, error, *trace)
 
     def files(self) -> Iterable[LogFile]:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError, AttributeError):  # the user's code may have closed or replaced it
+                stream.flush()
         return self._files
 
 

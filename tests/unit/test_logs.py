@@ -64,6 +64,32 @@ def test_what_a_worker_prints_is_kept_without_secrets_and_with_the_reason_of_its
     assert "'hello …'" in shown and "'from C'" in shown and "ValueError" not in shown
 
 
+REPLACES_STREAMS = """
+import os, sys
+from raytrain.launch.script_end import ends_as_a_script
+from raytrain.runs.logs import PrintedLine, ProcessLog, print_line
+
+class Writer:
+    def __init__(self, stream):
+        self.stream = stream
+    def write(self, text):
+        self.stream.write(text)
+
+with ProcessLog(None, 0), ends_as_a_script():
+    sys.stdout, sys.stderr = Writer(sys.stdout), open(os.devnull)
+    sys.stderr.close()
+    print("step 1")
+print_line(PrintedLine(0, "out", "step 2"))
+sys.stdout = sys.__stdout__  # Python itself flushes it at its end
+"""
+
+
+@pytest.mark.not_quick
+def test_scripts_may_close_their_streams_or_replace_them_by_objects_that_can_only_write() -> None:
+    script = [sys.executable, "-c", REPLACES_STREAMS]
+    assert subprocess.run(script, stdout=subprocess.PIPE, check=True).stdout == b"step 1\n[worker0]:step 2\n"
+
+
 def test_a_log_that_grows_is_copied_as_a_whole_and_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logs, "MAX_LOG_BYTES", 8)  # the real limit, 8 MiB, would hide which bytes are kept
     store, file = run_store(str(tmp_path), "first"), tmp_path / "printed"
