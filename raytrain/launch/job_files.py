@@ -3,6 +3,9 @@
 The user's code is not run for that. Imports are read from the syntax trees of the files, from one file to the next, as
 far as they lead to files below the current folder. Secrets are never sent: if the user names one, that is an error; if
 it lies in a folder of files to send, it is left out and reported.
+
+Ray's own packaging is not used for that: it does not read .gitignore files above the folder, ignores "!" patterns in
+those below it, and does not say what it leaves out.
 """
 
 from __future__ import annotations
@@ -29,8 +32,6 @@ _SECRET_NAMES = (
 _SECRETS = GitIgnoreSpec.from_lines(_SECRET_NAMES)
 _PRIVATE_KEY, _MAX_KEY_BYTES = b"PRIVATE KEY-----", 1024**2
 _FOLDERS_LEFT_OUT = {"venv", "node_modules", "__pycache__", "runs"}
-# Why not Ray's own packaging: it does not read .gitignore files above the folder, ignores "!" patterns in those below
-# it, and does not say what it leaves out.
 Rules = tuple[tuple[Path, GitIgnoreSpec], ...]
 """The .gitignore files that apply to a folder, each with the folder that it is in, the outermost first."""
 

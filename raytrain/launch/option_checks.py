@@ -156,7 +156,6 @@ def check_named_code(config: TrainConfig) -> None:
 
     It neither runs the user's code nor asks over the network. What only these can find out is checked later.
     """
-
     model = config.model if names_own_function(config.model) else None
     for option, name in (("--model", model), ("--transforms", config.transforms)):
         if name is not None:
