@@ -361,7 +361,8 @@ def test_other_addresses_are_no_job_servers(given: str, monkeypatch: pytest.Monk
         job_server_url(given)
 
 
-def test_nobody_answers() -> None:
+def test_nobody_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_server, "GCS_PORT", 1)  # a Ray of somebody else may be at its usual port
     with pytest.raises(UsageError, match=r"No job server answers at http://127\.0\.0\.1:1 .* its port forwarded\?"):
         JobServer("http://127.0.0.1:1")
 
