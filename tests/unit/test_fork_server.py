@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+import raytrain
 from raytrain.launch.ray import fork_client, fork_server
 from raytrain.launch.ray.fork_client import GO, READY, connect, py_executable, ray_program, traits, worker_program
 from raytrain.launch.ray.own_cluster import lean
@@ -219,10 +220,21 @@ def test_a_module_of_the_users_that_is_imported_already_from_elsewhere_is_not_pa
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     (tmp_path / "users_module.py").touch()
+    (tmp_path / "logging.yaml").touch()  # no module, and neither is a folder without Python files
+    (tmp_path / "site").mkdir()
     assert fork_server.python_path() == [str(tmp_path)]
     (tmp_path / "socket.py").touch()
     with pytest.raises(ImportError, match=f"socket of {tmp_path}"):
         fork_server.python_path()
+
+
+def test_the_folder_of_an_imported_module_may_be_named_through_a_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(Path(raytrain.__file__).parents[1])
+    monkeypatch.setenv("PYTHONPATH", str(link))
+    assert fork_server.python_path() == [str(link)]
 
 
 def test_a_process_ends_with_the_raylet_that_it_is_for() -> None:

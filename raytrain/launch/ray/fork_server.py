@@ -38,6 +38,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.machinery import PathFinder
 from types import SimpleNamespace
 from typing import Any
 
@@ -195,8 +196,11 @@ def python_path() -> list[str]:
     folders = [os.path.abspath(folder) for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
     for folder in filter(os.path.isdir, folders):
         for name in {entry.partition(".")[0] for entry in os.listdir(folder)} & sys.modules.keys():
+            # Most entries of such a name are no module: logging.yaml, or a folder without Python files, such as site,
+            # which Python imports only if no other folder has a module of this name.
+            spec = PathFinder.find_spec(name, [folder])
             file = getattr(sys.modules[name], "__file__", None)
-            if file is not None and not file.startswith(f"{folder}{os.sep}"):
+            if spec and spec.loader and spec.origin and file and not os.path.samefile(file, spec.origin):
                 raise ImportError(f"{name} of {folder} would be imported in place of {file}")
     return folders
 
