@@ -84,6 +84,13 @@ def find_rate(
             f"Run {result.name!r} was stopped after {result.steps} of {short.max_steps} steps, and {_FEWEST_STEPS} are "
             "needed at least to suggest a learning rate; let it run to its end."
         )
+    # A run that finishes early has ended because its loss has exploded.
+    if len(losses) < _FEWEST_STEPS and result.status == "finished" and result.steps != short.max_steps:
+        raise UsageError(
+            f"Run {result.name!r} ended after {result.steps} of {short.max_steps} steps, since its loss had exploded, "
+            f"and {_FEWEST_STEPS} are needed at least to suggest a learning rate; let the rate rise more slowly, with "
+            "a larger --max-steps."
+        )
     if len(losses) < _FEWEST_STEPS:
         raise UsageError(
             f"Run {result.name!r} has {format_count(len(losses), 'step')} with a loss, too few to suggest a learning "

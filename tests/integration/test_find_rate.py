@@ -182,6 +182,12 @@ def test_a_run_that_is_stopped_after_few_steps_says_that_it_was_stopped(data: Pa
         raytrain.find_rate(config, loop=waiting, view=stop, signals=signals)
 
 
+def test_a_run_whose_loss_explodes_after_few_steps_says_so_and_advises_more_of_them(data: Path, tmp_path: Path) -> None:
+    config = options(data, tmp_path, max_steps=20, workers=1, schedule="rising:1e-6..1e6")
+    with pytest.raises(UsageError, match=r"of 20 steps, since its loss had exploded, .* a larger --max"):
+        raytrain.find_rate(config, loop=own_loop)
+
+
 def test_too_few_steps_are_refused(data: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--max-steps is 5; a learning rate is found in 20 steps at least"):
         raytrain.find_rate(options(data, tmp_path, max_steps=5))
