@@ -623,7 +623,7 @@ def test_texts_of_any_type_hold_out_images(type: Any, images: Path, tmp_path: Pa
     assert (len(train), len(test)) == (45, 45)
 
 
-@pytest.mark.parametrize("joined", ["a b", "a/b", "['a', 'c']", '{"choices":["a","c"]}'])
+@pytest.mark.parametrize("joined", ["a b", "a/b", "[a, c]"])
 def test_a_label_that_looks_like_several_is_told(
     joined: str, images: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -645,6 +645,15 @@ def test_lists_of_labels_as_programs_write_them_are_several_classes(images: Path
     rows = rows_of(images, label=lambda number: texts[number % 5])
     train, _ = opened(images, write(tmp_path / "labels.csv", rows), tmp_path, label_separator=",")
     assert train.classes == ("a", "hot dog")
+
+
+@pytest.mark.parametrize("texts", [("['a']", "['b', 'b']"), ('["a"]', '["b"]'), ('{"animal": "a"}', '{"animal":["b"]}')])
+def test_a_list_of_one_label_is_that_class(texts: tuple[str, str], images: Path, tmp_path: Path) -> None:
+    rows = rows_of(images, label=lambda number: texts[number % 2])
+    assert opened(images, write(tmp_path / "labels.csv", rows), tmp_path)[0].classes == ("a", "b")
+    rows["label"][0] = '{"choices": ["a", "b"]}'
+    with pytest.raises(UsageError, match=r"1 of 90 rows of .* have a list of several labels"):
+        opened(images, write(tmp_path / "labels.csv", rows), tmp_path)
 
 
 def test_a_class_that_probably_stands_for_no_label_is_named(

@@ -9,10 +9,13 @@ Several classes of one image are one text, sorted and joined by ``JOINED``, unti
 
 from __future__ import annotations
 
+import ast
+import json
 import logging
 import re
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import compress
 from typing import Any
@@ -43,7 +46,6 @@ _log = logging.getLogger("raytrain")
 # Read only if their values are train and test.
 _NAMES_OF_SPLITS = frozenset({"subset", "partition", "phase", "usage", "ml_use", "set", "fold", "kfold"})
 _NUMBER = re.compile(r"-?\d+(\.0+)?")
-_CHOICES = re.compile(r'\{"choices":\s*\[(.*)\]\}')
 _ZEROS = re.compile(r"\.0+$")
 _FLAGS = {"0": "0", "1": "1", "0.0": "0", "1.0": "1", "false": "0", "true": "1"}
 
@@ -248,30 +250,52 @@ def labels_of(table: pa.Table, url: str, columns: LabelColumns) -> list[str]:
     option = "--label-column (or several, of 0 and 1)"
     name = column_called(table.column_names, url, option, next(iter(columns.label), None), LABEL_COLUMNS)
     labels: list[str] = texts_of(table, url, name, may_be_lists=True).to_pylist()
+    items_of = {label: _items(label, columns.separator) for label in set(labels)}
     if columns.separator is None:
-        # Each item of a list ends in JOINED (see texts_of), and a list of one item is as good as a text.
-        if num_several := sum(label.count(JOINED) > 1 for label in labels):
+        # A list of one item, or of the same one again, as of several people who agree, is as good as a text.
+        if num_several := sum(len(set(items_of[label])) > 1 for label in labels):
             raise UsageError(
                 f"{num_several:,} of {len(labels):,} rows of {url} have a list of several labels; give "
                 "--label-separator , if images may have several classes, or leave one label for each."
             )
-        return single_classes([label.removesuffix(JOINED) for label in labels], url)
+        return single_classes(["".join(items_of[label][:1]) for label in labels], url)
 
-    # One column, with several classes: a list, or a text that may look like a list of Python, or of Label Studio.
-    several: list[list[str]] = []
-    for label in labels:
-        if JOINED in label:
-            several.append(label.removesuffix(JOINED).split(JOINED))
-        else:
-            listed = _CHOICES.fullmatch(label)
-            text = "" if label in NO_LABELS else listed[1] if listed else label.strip("[]")
-            several.append([name for part in text.split(columns.separator) if (name := part.strip(" '\""))])
+    # One column, with several classes.
+    several = [[] if label in NO_LABELS else items_of[label] for label in labels]
     if len(several[0]) > 1 and all(len(names) == len(several[0]) and {*names} <= _FLAGS.keys() for names in several):
         raise UsageError(
             f"Each label in the column {name!r} of {url} has {len(several[0]):,} numbers 0 or 1, which do not say the "
             "classes that they stand for; write a column for each class, and name these with --label-column."
         )
     return [JOINED.join(sorted(set(names))) for names in several]
+
+
+def _items(label: str, separator: str | None) -> list[str]:
+    """Return the texts of which a label consists: the items of a list, or what is between separators, or the label.
+
+    A list is one of Arrow's (see :func:`texts_of`), or a text in which JSON or Python writes a list, or an object, as
+    many programs do that export CSV.
+
+    >>> _items("['cat', 'dog']", None), _items('{"animal": "cat"}', None), _items("cat|dog", "|")
+    (['cat', 'dog'], ['cat'], ['cat', 'dog'])
+    """
+    if JOINED in label:
+        return label.removesuffix(JOINED).split(JOINED)
+    value: Any = None
+    if label[:1] + label[-1:] in ("[]", "{}"):
+        with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+            try:
+                value = json.loads(label, parse_int=str, parse_float=str)
+            except ValueError:
+                value = ast.literal_eval(label)
+    if isinstance(value, (dict, list)):
+        values = value.values() if isinstance(value, dict) else [value]
+        items = [item for value in values for item in (value if isinstance(value, list) else [value])]
+        if all(isinstance(item, (str, int)) for item in items):
+            return [text for item in items if (text := composed(str(item).strip()))]
+    if separator is None:
+        return [label]
+    return [name for part in label.strip("[]").split(separator) if (name := part.strip(" '\""))]
 
 
 def is_whole_number(label: str) -> bool:

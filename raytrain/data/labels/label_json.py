@@ -169,9 +169,7 @@ def _coco_records(images: list[_Record], annotations: list[_Record], **rest: Any
         image, category = annotation["image_id"], annotation["category_id"]
         if image not in labels or (names and category not in names):
             raise ValueError(f"an annotation of the image {image} and the category {category} has an id not in a list")
-        name = names[category] if names else category
-        if name not in labels[image]:
-            labels[image].append(name)
+        labels[image].append(names[category] if names else category)
     return [{**image, "label": labels[image["id"]]} for image in images]
 
 
@@ -190,7 +188,7 @@ def _datumaro_records(categories: list[_Record], items: list[_Record]) -> list[_
     names = {str(number): category["name"] for number, category in enumerate(categories)}
     records = list[_Record]()
     for item in items:
-        numbers = dict.fromkeys(each["label_id"] for each in item["annotations"] if "label_id" in each)
+        numbers = [each["label_id"] for each in item["annotations"] if "label_id" in each]
         if unknown := [number for number in numbers if number not in names]:
             raise ValueError(
                 f"the item {item['id']} has the label {unknown[0]}, of {format_count(len(names), 'label')}"
