@@ -647,7 +647,9 @@ def test_lists_of_labels_as_programs_write_them_are_several_classes(images: Path
     assert train.classes == ("a", "hot dog")
 
 
-@pytest.mark.parametrize("texts", [("['a']", "['b', 'b']"), ('["a"]', '["b"]'), ('{"animal": "a"}', '{"animal":["b"]}')])
+@pytest.mark.parametrize(
+    "texts", [("['a']", "['b', 'b']"), ('["a"]', '["b"]'), ('{"animal": "a"}', '{"animal":["b"]}')]
+)
 def test_a_list_of_one_label_is_that_class(texts: tuple[str, str], images: Path, tmp_path: Path) -> None:
     rows = rows_of(images, label=lambda number: texts[number % 2])
     assert opened(images, write(tmp_path / "labels.csv", rows), tmp_path)[0].classes == ("a", "b")
