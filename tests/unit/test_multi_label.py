@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import raytrain
 from raytrain import TrainConfig, UsageError
 from raytrain.data.dataset import Dataset, class_weights, open_dataset
 from raytrain.data.images.decode import decode
+from raytrain.data.labels.hold_out import hold_out
 from raytrain.data.labels.manifest import Manifest
 from raytrain.diagnostics.look import look_at
 from raytrain.inference.classification_metrics import LabelEvaluation, chosen_thresholds
@@ -118,6 +120,21 @@ def test_groups_are_held_out_as_a_whole(images: Path, tmp_path: Path) -> None:
     data = opened(images, **columns, group_by="patient", validation_fraction=0.2)
     patients = [{int(key[:2]) // 3 for key in by_key(each)} for each in (data.train, data.validation)]
     assert patients[0].isdisjoint(patients[1]) and 6 <= len(data.validation) <= 18
+
+
+def test_images_that_are_held_out_take_no_memory_for_each_class() -> None:
+    random = np.random.default_rng(0)
+    sets = random.random((4000, 500)) < 0.01  # 2 MB
+    keys = pa.array([f"{number}.png" for number in range(4000)], pa.large_string())
+    numbers = np.arange(4000)
+    classes = tuple(f"class {number:03d}" for number in range(500))
+    images = Manifest(keys, numbers.astype(np.int32), numbers, keys, classes, "", {}, label_sets=sets)
+    tracemalloc.start()
+    train, held_out = hold_out(images, 0.2, seed=0)
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak_bytes < sets.nbytes and len(train) + len(held_out) == 4000
+    assert np.abs(held_out.class_counts() / images.class_counts() - 0.2).mean() < 0.05
 
 
 def test_a_fraction_of_less_than_an_image_is_refused_without_a_word_of_groups(images: Path, tmp_path: Path) -> None:

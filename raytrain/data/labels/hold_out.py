@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -109,18 +110,19 @@ def _folds_of_groups(
         )
 
     # Large groups come first, so that small ones can fill the gaps that they leave; the seed orders groups of one size.
-    shares, sizes = _shares_of_groups(manifest, group, len(names)), np.bincount(group)
+    shares_of, sizes = _shares_of_groups(manifest, group), np.bincount(group)
     shuffled = np.random.default_rng(abs(seed)).permutation(len(names))
     fold_of_group = np.zeros(len(names), np.int64)
-    filled = np.zeros((num_folds, shares.shape[1]))  # the share of each class that each fold has so far
+    filled = np.zeros((num_folds, len(shares_of(0))))  # the share of each class that each fold has so far
     num_images = np.zeros(num_folds, np.int64)
     for index in shuffled[np.argsort(-sizes[shuffled], kind="stable")]:
         # The sum of squares over all folds grows least where the group's classes are rarest so far. If it grows by the
         # same in several, as for groups of one class each, the one with the fewest images gets it: none stays empty.
-        growth = (shares[index] * (2 * filled + shares[index])).sum(axis=1)
+        shares = shares_of(index)
+        growth = (shares * (2 * filled + shares)).sum(axis=1)
         chosen = np.where(growth <= growth.min() * (1 + 1e-9), num_images, len(manifest)).argmin()
         fold_of_group[index] = chosen
-        filled[chosen] += shares[index]
+        filled[chosen] += shares
         num_images[chosen] += sizes[index]
     return fold_of_group[group]
 
@@ -134,17 +136,17 @@ def _held_out_groups(
     """
     names, group = np.unique(groups.astype(str), return_inverse=True)
     sizes = np.bincount(group)
-    shares = _shares_of_groups(manifest, group, len(names))
+    shares_of = _shares_of_groups(manifest, group)
 
     # Large groups come first, so that small ones can fill the gaps that they leave. ``distance`` is, for each
     # class, how much more than ``fraction`` of it is held out so far. A group is held out if that makes the sum of the
     # squares smaller.
     shuffled = np.random.default_rng(abs(seed)).permutation(len(names))
-    chosen, distance = np.zeros(len(names), bool), np.full(shares.shape[1], -fraction)
+    chosen, distance = np.zeros(len(names), bool), np.full(len(shares_of(0)), -fraction)
     for number in shuffled[np.argsort(-sizes[shuffled], kind="stable")]:
-        if ((distance + shares[number]) ** 2).sum() < (distance**2).sum():
-            chosen[number] = True
-            distance += shares[number]
+        distance_with = distance + shares_of(number)
+        if (distance_with**2).sum() < (distance**2).sum():
+            chosen[number], distance = True, distance_with
 
     # If even the smallest group is too large, there would be no validation images.
     if not chosen.any():
@@ -160,19 +162,23 @@ def _held_out_groups(
     return chosen[group]
 
 
-def _shares_of_groups(manifest: Manifest, group: npt.NDArray[np.integer], num_groups: int) -> npt.NDArray[np.float64]:
-    """Return the fraction of each class that each of G groups has, (G, C). ``group`` is the group of each image, (N,).
+def _shares_of_groups(manifest: Manifest, group: npt.NDArray[np.integer]) -> Callable[[int], npt.NDArray[np.float64]]:
+    """Return a function that gives the fraction of each class that a group has, (C,). ``group`` is that of each image.
 
-    If images may have several classes, a further column has the fraction of all images, (G, C + 1).
+    If images may have several classes, a further number is the fraction of all images, (C + 1,). One group is counted
+    at a time: a table of all would take 8 GB if a million images are groups of their own and there are 1,000 classes.
     """
-    if manifest.label_sets is None:
-        counts = np.zeros((num_groups, len(manifest.classes)))
-        np.add.at(counts, (group, manifest.labels), 1)
-    else:
-        counts = np.zeros((num_groups, len(manifest.classes) + 1))
-        members = np.pad(manifest.label_sets, ((0, 0), (0, 1)), constant_values=True)
-        np.add.at(counts, group, members[manifest.labels])
-    return counts / counts.sum(axis=0).clip(min=1)
+    order, ends = np.argsort(group, kind="stable"), np.cumsum(np.bincount(group))
+    sizes_of_classes = manifest.class_counts().clip(min=1)
+
+    def shares(number: int) -> npt.NDArray[np.float64]:
+        """Return the fractions of the group with this number."""
+        labels = manifest.labels[order[ends[number - 1] if number else 0 : ends[number]]]
+        if manifest.label_sets is None:
+            return np.bincount(labels, minlength=len(manifest.classes)) / sizes_of_classes
+        return np.append(manifest.label_sets[labels].sum(axis=0) / sizes_of_classes, len(labels) / len(manifest))
+
+    return shares
 
 
 def check_can_split(manifest: Manifest, fraction: float) -> None:

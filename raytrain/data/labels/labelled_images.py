@@ -333,13 +333,13 @@ def labelled(
         labels = np.array([label_of[name] for name in names], np.int32)
         return replace(images.select(chosen), labels=labels, **common)
 
-    # With several classes, a label is the number of a set of them: set_of_row is (rows,), label_sets is (K, C) for K
-    # sets of C classes.
-    texts, set_of_row = np.unique(table.labels.astype(str), return_inverse=True)
+    # With several classes, a label is the number of a set of them: label_sets is (K, C) for K sets of C classes.
+    texts = sorted(set(table.labels))
+    number_of = {text: number for number, text in enumerate(texts)}
     label_sets = np.zeros((len(texts), len(classes)), bool)
-    for members, text in zip(label_sets, texts.tolist(), strict=True):
+    for members, text in zip(label_sets, texts, strict=True):
         members[[label_of[name] for name in text.split(JOINED) if name]] = True
-    labels = set_of_row.astype(np.int32)[rows[chosen]]
+    labels = np.array([number_of[text] for text in names], np.int32)
     return replace(images.select(chosen), labels=labels, label_sets=label_sets, **common)
 
 

@@ -128,7 +128,9 @@ class Manifest:
         """Return how many images have each class, (C,). The images must have labels."""
         if self.label_sets is None:
             return np.bincount(self.labels, minlength=len(self.classes))
-        return np.bincount(self.labels, minlength=len(self.label_sets)) @ self.label_sets
+        # A product of matrices would first make integers of all of (K, C), eight times as large.
+        counts = np.bincount(self.labels, minlength=len(self.label_sets))
+        return np.einsum("k,kc->c", counts, self.label_sets, dtype=np.int64, casting="unsafe")
 
     def class_names(self, label: int) -> tuple[str, ...]:
         """Return the classes that a label stands for: one, or a set of them."""
