@@ -6,6 +6,7 @@ import errno
 import hashlib
 import io
 import os
+import re
 import shutil
 import time
 import unicodedata
@@ -22,6 +23,8 @@ from raytrain.data.blocks import string_array
 from raytrain.data.dataset import Dataset, open_dataset
 from raytrain.data.labels.folders import build_manifest, read_folders
 from raytrain.data.labels.hold_out import hold_out
+from raytrain.data.labels.label_columns import LabelColumns
+from raytrain.data.labels.label_pattern import table_by_pattern
 from raytrain.data.labels.manifest import Manifest
 from raytrain.errors import StorageError, UsageError
 from raytrain.storage.open import open_store
@@ -74,10 +77,26 @@ def test_folders_that_all_images_share_are_no_classes(tmp_path: Path) -> None:
     assert manifest.classes == ("cat", "dog")
 
 
-def test_folders_that_repeat_below_each_other_are_refused(tmp_path: Path) -> None:
-    tree(tmp_path / "a", "2024/cat", "2024/dog", "2025/cat", "2025/dog")
-    with pytest.raises(UsageError, match=r"The folders 2024, 2025 of .* all contain cat, dog, so that either may be"):
+@pytest.mark.parametrize(
+    ("folders", "first", "second"),
+    [
+        ("{}/{}", ("2024", "2025"), ("cat", "dog")),
+        ("shared/{}/{}", ("cat", "dog"), ("001", "002")),
+        ("{}/train/{} {}/test/{}", ("cat", "dog"), ("depth", "rgb")),
+    ],
+)
+def test_folders_that_repeat_below_each_other_are_refused_with_the_patterns_of_both(
+    folders: str, first: tuple[str, str], second: tuple[str, str], tmp_path: Path
+) -> None:
+    layouts = folders.split()
+    tree(tmp_path / "a", *(layout.format(top, name) for layout in layouts for top in first for name in second))
+    with pytest.raises(UsageError, match=r"all contain \w+, \w+, so that either may be the classes") as refused:
         build_manifest(open_store(str(tmp_path / "a")))
+    match = re.search(r"--data (\S+) and --label-pattern '(.+)' for the former, or '(.+)' for", str(refused.value))
+    assert match is not None
+    for pattern, classes in zip(match.groups()[1:], (first, second), strict=True):
+        table = table_by_pattern(open_store(match[1]), pattern, LabelColumns(), 0)
+        assert set(table.labels) == {*classes} and any(table.splits) == (len(layouts) > 1)
 
 
 @pytest.mark.parametrize(
@@ -257,12 +276,15 @@ def test_a_file_where_a_folder_is_expected_is_refused_with_what_to_do(name: str,
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("flowers/1.0.0/flowers-train.tfrecord-00000-of-00002", ".tfrecord file;.*write its samples as Parquet"),
-        ("train.array_record-00000-of-00001", "write its samples as Parquet"),
-        ("train-images-idx3-ubyte", "1 -ubyte file.*write its samples as Parquet"),
+        ("flowers/1.0.0/flowers-train.tfrecord-00000-of-00002", ".tfrecord file;.*write the samples as Parquet"),
+        ("train.array_record-00000-of-00001", "write the samples as Parquet"),
+        ("train-images-idx3-ubyte", "1 -ubyte file.*write the samples as Parquet"),
         ("sick/1.nii.gz", "write the slices of the volumes"),
         ("run/1.MP4", "write pictures of the videos"),
         ("photos.ZIP", "unpack it"),
+        ("cifar-10-batches-py/data_batch_1", "1 file without a suffix;.*If these files hold images, write the samples"),
+        ("pixels.csv", "1 table or description;.*If these files hold images, write the samples"),
+        ("1.tif", r"1 .tif file \(not read; convert it to PNG or JPEG\); [^;]*\.gif\.$"),
     ],
 )
 def test_other_containers_of_images_are_refused_with_what_to_do(name: str, told: str, tmp_path: Path) -> None:

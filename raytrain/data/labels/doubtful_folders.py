@@ -149,10 +149,11 @@ def check_alphabet(paths: list[tuple[str, ...]], url: str) -> None:
         )
 
 
-def check_repeated(paths: list[tuple[str, ...]], url: str) -> None:
+def check_repeated(paths: list[tuple[str, ...]], url: str, *, without: str = "") -> None:
     """Log if several top folders hold folders of the same names; raise UsageError if all hold the same ones.
 
-    In site1/cat, site1/dog, site2/cat and site2/dog, either the sites or the animals may be the classes.
+    In site1/cat, site1/dog, site2/cat and site2/dog, either the sites or the animals may be the classes. ``without`` is
+    the regular expression of a folder that ``paths`` lack behind the topmost ones.
     """
     # One pass over all paths: there may be 10⁵ classes of 10⁷ images.
     below_top: dict[str, set[str]] = {top: set() for top in sorted({path[0] for path in paths if path})}
@@ -181,7 +182,8 @@ def check_repeated(paths: list[tuple[str, ...]], url: str) -> None:
     if len(counts) > 1 and all(names == below[0] for names in below):
         raise UsageError(
             f"The folders {first_names(tops)} of {url} all contain {first_names(repeated)}, so that "
-            "either may be the classes; give the folder of one of them, or a label file with --labels."
+            f"either may be the classes; give --data {url} and --label-pattern '(?P<label>[^/]+)/{without}' for the "
+            f"former, or '[^/]+/{without}(?P<label>[^/]+)/' for the latter."
         )
     if len(counts) > 1 and repeated:
         sentence = "The folders %s of %s are taken for the classes; %s of %s folders below, such as %s, are in several."

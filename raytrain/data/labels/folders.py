@@ -365,7 +365,7 @@ def _parts_below_classes(paths: list[tuple[str, ...]], url: str) -> FolderLabels
             f"The class folders of {url} contain {train}/ and {last}/, and {format_count(num_direct, 'image')} beside "
             "these; move each image into one of them, or give --labels."
         )
-    check_repeated([path[:1] + path[2:] for path in paths], url)
+    check_repeated([path[:1] + path[2:] for path in paths], url, without="(?P<split>[^/]+)/")
     parts = tuple(spelling_of[path[1].lower()] if len(path) > 1 else "" for path in paths)
     return FolderLabels(tuple(path[0] if path else "" for path in paths), parts, folder_of)
 

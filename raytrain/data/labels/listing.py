@@ -22,13 +22,14 @@ _ARRAYS = (
     *(".mds", ".tfrecord", ".array_record", ".rec", ".idx", "-ubyte", ".npz", ".npy", ".h5", ".hdf5", ".mat", ".pkl"),
     *(".pickle", ".mdb", ".lmdb", ".beton"),
 )
+_WRITE_SAMPLES = "write the samples as Parquet or as files in class folders"
 _CONTAINERS = {
     **dict.fromkeys((".zip", ".gz", ".xz", ".bz2", ".zst", ".lz4", ".rar", ".7z"), "unpack it and give the folder"),
     ".tgz": "pack it with `raytrain pack`, or unpack it and give the folder",
     **dict.fromkeys((".tar", ".parquet"), "give its folder to `raytrain pack`, and train on the packed one"),
     ".dvc": "fetch the images with `dvc pull`",
     ".arrow": "write it as Parquet (`Dataset.to_parquet` of datasets), and pack that with `raytrain pack`",
-    **dict.fromkeys(_ARRAYS, "write its samples as Parquet or as files in class folders"),
+    **dict.fromkeys(_ARRAYS, _WRITE_SAMPLES),
     **dict.fromkeys((".mp4", ".avi", ".mov", ".mkv", ".webm"), "write pictures of the videos into class folders"),
     **dict.fromkeys((".nii", ".mha", ".nrrd"), "write the slices of the volumes as PNG files into class folders"),
 }
@@ -199,6 +200,10 @@ def _no_images(listing: Listing) -> UsageError:
     container = next((path for path in paths if _suffix_of(path) in _CONTAINERS), "")
     folder, suffix = posixpath.dirname(container), _suffix_of(container)
     advice = f" {suffix} files: {_CONTAINERS[suffix]}." if container else ""
+    if not container and any(reason in (TABLES, _NO_SUFFIX) or reason.endswith(" files") for reason in listing.counts):
+        advice = (
+            f" If these files hold images, {_WRITE_SAMPLES}."  # as pickles without a suffix and columns of pixels do
+        )
     if folder:
         advice = advice.replace("its folder", f"their folder, such as {listing.url.rstrip('/')}/{folder},")
     return UsageError(
