@@ -647,6 +647,11 @@ def test_lists_of_labels_as_programs_write_them_are_several_classes(images: Path
     assert train.classes == ("a", "hot dog")
 
 
+def test_one_class_is_refused_with_the_number_of_its_images(images: Path, tmp_path: Path) -> None:
+    rows = rows_of(images, label=lambda number: "ab"[number > 9], split=lambda number: ("train", "val")[number > 9])
+    assert "has one class only, 'a', with 10 images" in refused(images, rows, tmp_path)
+
+
 @pytest.mark.parametrize(
     "texts", [("['a']", "['b', 'b']"), ('["a"]', '["b"]'), ('{"animal": "a"}', '{"animal":["b"]}')]
 )

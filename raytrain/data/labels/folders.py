@@ -399,7 +399,7 @@ def _label_by_folder(
     # Labels index the classes: those given, or else all that there are.
     names = [folders.classes[index] for index in np.flatnonzero(chosen)]
     present = tuple(sorted(set(names)))
-    check_classes(present, classes, files.url, len(files.images))
+    check_classes(present, classes, files.url, len(names) or len(files.images))
     label_of = {name: label for label, name in enumerate(classes or present)}
     images = unlabelled(files).select(np.flatnonzero(chosen))
     labels = np.array([label_of[name] for name in names], np.int32)

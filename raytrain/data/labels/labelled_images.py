@@ -315,7 +315,7 @@ def labelled(
     if not present:
         raise UsageError(f"No row of the label file {table.url} has a class.")
     if table.classes is None or classes is not None:
-        check_classes(present, classes, images.url, len(images))
+        check_classes(present, classes, images.url, len(chosen))
     if classes is None:
         report_alike(present, table.url)
         if missing := [name for name in present if name.casefold() in _LIKE_NO_LABEL]:
