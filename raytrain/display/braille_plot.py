@@ -15,6 +15,8 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
+from raytrain.display.console import UNKNOWN, format_optional
+
 Floats = NDArray[np.float64]
 
 _DOTS = np.array(  # the bit of the dot at (row, column) of a cell
@@ -22,6 +24,7 @@ _DOTS = np.array(  # the bit of the dot at (row, column) of a cell
 )
 _BLANK = 0x2800  # the character of a cell without dots; the bits of its dots are added to it
 _LEGEND_INDENT = 2
+_LARGEST = 1e300  # of the values that are drawn, whose differences are numbers, too
 _AXIS_WIDTH = 7  # characters left of the axis, including a blank
 
 
@@ -39,7 +42,7 @@ class Series:
         """Return x and y of the finite points, arrays of (num_points,)."""
         xs, ys = np.array(self.xs, dtype=np.float64), np.array(self.ys, dtype=np.float64)
         finite = np.isfinite(ys)
-        return xs[finite], ys[finite]
+        return xs[finite], ys[finite].clip(-_LARGEST, _LARGEST)
 
 
 @dataclass
@@ -65,7 +68,7 @@ class Plot:
         width = max(4, options.max_width - _AXIS_WIDTH - 1)
 
         # The title, and at its right or below the plot the name and last value of each series.
-        last = [f"{ys[-1]:{_format(ys[-1], '.3f')}}" if len(ys) else "–" for _, _, ys in self._points]
+        last = [format_last(ys[-1]) if len(ys) else UNKNOWN for _, _, ys in self._points]
         names = [
             Text(f"{series.mark or '━'} {series.label} {value}", style=f"not bold {series.style}", overflow="fold")
             for series, value in zip(self.series, last, strict=True)
@@ -163,8 +166,12 @@ def _range_without_outliers(values: Floats) -> tuple[float, float]:
 
 
 def _range(values: Floats, margin: float) -> tuple[float, float]:
-    """Return the smallest and the largest value; if they are the same, that value minus and plus ``margin``."""
+    """Return the smallest and the largest value; if they are the same, that value minus and plus ``margin``.
+
+    The margin of a large value is a part of it: 1e30 + 0.1 is 1e30.
+    """
     low, high = float(values.min()), float(values.max())
+    margin = max(margin, abs(low) * 1e-6)
     return (low, high) if high > low else (low - margin, high + margin)
 
 
@@ -196,6 +203,11 @@ def _line_cells(columns: Floats, rows: Floats, height: int, width: int) -> NDArr
         for dot in range(min(y, before), max(y, before) + 1):
             cells[dot // 4, x // 2] |= _DOTS[dot % 4, x % 2]
     return cells
+
+
+def format_last(value: float) -> str:
+    """Return the last value of a series, as its legend shows it."""
+    return format_optional(float(value), _format(value, ".3f"))
 
 
 def _number(value: float) -> str:

@@ -27,6 +27,7 @@ _STATUS_STYLES = {
 }
 UNKNOWN = "–"
 """A dash in place of a value that is not known."""
+_HUGE = 1e9  # floats from here on have an exponent
 _NUM_CLASSES = 20  # most classes in a table
 _LONGEST_ROW = 10_000  # characters of a row of a table that is not wrapped
 _RUN_STYLES = ("cyan", "yellow", "magenta", "green", "blue", "red")
@@ -81,8 +82,13 @@ def format_time(time: datetime) -> str:
 
 
 def format_optional(value: float | None, spec: str) -> str:
-    """Return ``value`` in the format ``spec``, or a dash if it is not known."""
-    return UNKNOWN if value is None else f"{value:{spec}}"
+    """Return ``value`` in the format ``spec``, or a dash if it is not known.
+
+    A float of ten digits or more, such as the loss of a run that diverges, has an exponent instead.
+    """
+    if value is None:
+        return UNKNOWN
+    return f"{value:{'.3g' if isinstance(value, float) and abs(value) >= _HUGE else spec}}"
 
 
 def format_value(value: object) -> str:
@@ -102,9 +108,9 @@ def format_value(value: object) -> str:
     # Below 10, which may be an accuracy or a loss, four digits after the point; above, one. A number that would be
     # 0.0000 has an exponent.
     if value.is_integer():
-        return f"{value:,.0f}"
+        return format_optional(value, ",.0f")
     if abs(value) >= 10:
-        return f"{value:,.1f}"
+        return format_optional(value, ",.1f")
     return f"{value:.4f}" if abs(value) >= 1e-4 else f"{value:.1e}"
 
 

@@ -11,7 +11,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from raytrain.display.console import format_duration, status_style
+from raytrain.display.console import format_duration, format_optional, status_style
 from raytrain.display.curves import curve_heading, curve_plots
 from raytrain.display.event_text import event_text
 from raytrain.errors import format_count, format_dollars
@@ -161,4 +161,4 @@ def _decimal(value: float | None) -> str:
         return "nan"
     if 0 < abs(value) < 0.001:
         return f"{value:.2g}"
-    return f"{value:.3f}" if abs(value) < 1000 else f"{value:,.0f}"
+    return format_optional(value, ".3f" if abs(value) < 1000 else ",.0f")

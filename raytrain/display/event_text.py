@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from raytrain.display.console import format_optional
 from raytrain.errors import format_count, format_dollars
 from raytrain.monitor import events
 from raytrain.monitor.events import Event
@@ -24,7 +25,9 @@ def event_text(event: Event) -> str:
             return f"training on {format_count(workers, 'worker')}{resuming}"
         case events.Evaluated() | events.Tested():
             values = {"accuracy": event.accuracy, "loss": event.loss}
-            measured = ", ".join(f"{name} {value:.4f}" for name, value in values.items() if value is not None)
+            measured = ", ".join(
+                f"{name} {format_optional(value, '.4f')}" for name, value in values.items() if value is not None
+            )
             if isinstance(event, events.Tested):
                 return f"measured the test images, with the best checkpoint: {measured}"
             return f"evaluated after epoch {event.epoch}: {measured}"
@@ -74,15 +77,16 @@ def stop_text(reason: StopReason) -> str:
     # A document that another version or a stranger has written may lack fields that its kind of reason has.
     detail, metric, count = reason.detail or "", reason.metric, reason.count or 0
     value = math.nan if reason.value is None else reason.value
+    measured = format_optional(value, ".4f")
     epochs = format_count(count, "epoch")
-    best_so_far = "a number" if reason.value is None else f"better than {value:.4f}"  # None: all were NaN
+    best_so_far = "a number" if reason.value is None else f"better than {measured}"  # None: all were NaN
     worse = _WORSE_THAN.get(detail, "worse than the better half of the trials")
     texts = {
         "signal": "Ctrl-C" if detail == "SIGINT" else detail or "a signal",
         "command": f"raytrain stop on {detail}",
         "page": f"the page on {detail}",
-        "early_stopping": f"early stopping: validation {metric} {value:.4f} after {epochs}, {worse}",
-        "target": f"--until {detail}: {metric} is {value:.4f}",
+        "early_stopping": f"early stopping: validation {metric} {measured} after {epochs}, {worse}",
+        "target": f"--until {detail}: {metric} is {measured}",
         "patience": f"--patience {count}: {metric} is not {best_so_far}",
         "time": f"--max-time {detail}",
         "tracker": f"a request in {detail}",

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from raytrain.config import TrainConfig
 from raytrain.config.named_functions import names_own_function
-from raytrain.display.console import format_duration, key_value_table, metric_label
+from raytrain.display.console import format_duration, format_optional, key_value_table, metric_label
 from raytrain.display.event_text import shown_summary
 from raytrain.errors import flag, format_count, format_dollars, shell_command
 from raytrain.experiments.best_metric import best_metric_of
@@ -33,7 +33,9 @@ def result_page(config: TrainConfig, result: TrainResult, best: tuple[float, str
     earlier = f"; with earlier attempts {format_duration(result.total_seconds or 0.0)}" if has_earlier else ""
     newest = "no checkpoint" if result.checkpoint is None else f"{CHECKPOINTS}{result.checkpoint.rpartition('/')[2]}"
     measured = {"validation accuracy": result.validation_accuracy, "validation loss": result.validation_loss}
-    last_values = ", ".join(f"{name} {value:.4f}" for name, value in measured.items() if value is not None)
+    last_values = ", ".join(
+        f"{name} {format_optional(value, '.4f')}" for name, value in measured.items() if value is not None
+    )
     facts: dict[str, object] = {
         "name": result.name,
         "status": f"{result.status} after {steps} on {format_count(result.num_workers, 'worker')}",
@@ -47,12 +49,12 @@ def result_page(config: TrainConfig, result: TrainResult, best: tuple[float, str
     if result.gpu_kwh is not None:
         facts["energy"] = f"{result.gpu_kwh:.3f} kWh of the GPUs"
     if result.test_accuracy is not None:
-        loss = "" if result.test_loss is None else f", loss {result.test_loss:.4f}"
+        loss = "" if result.test_loss is None else f", loss {format_optional(result.test_loss, '.4f')}"
         facts["test"] = f"accuracy {result.test_accuracy:.4f}{loss}, of the best checkpoint"
     if best is not None:
         score, path = best
         value = -score if best_metric_of(config).is_lower_better else score
-        metric = f"; {metric_label(config.best_metric)} {value:.4f}" if math.isfinite(value) else ""
+        metric = f"; {metric_label(config.best_metric)} {format_optional(value, '.4f')}" if math.isfinite(value) else ""
         facts["best"] = f"{path}, which the commands below use{metric}"
 
     # Unusual things, each only if there is any, and the folder of the run.

@@ -194,9 +194,9 @@ def _trial_line(trial: TrialResult) -> str:
     if trial.num_epochs:
         parts.append(f"epoch {trial.epoch}/{trial.num_epochs}")
     if trial.loss is not None:
-        parts.append(f"loss {trial.loss:.3f}")
+        parts.append(f"loss {format_optional(trial.loss, '.3f')}")
     if trial.value is not None:
-        parts.append(f"best validation {metric_label(trial.metric)} {trial.value:.4f}")
+        parts.append(f"best validation {metric_label(trial.metric)} {format_optional(trial.value, '.4f')}")
     if trial.images_per_s is not None and trial.status == "running":
         parts.append(f"{trial.images_per_s:,.0f} images/s")
     if trial.dollars is not None:

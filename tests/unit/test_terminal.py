@@ -331,6 +331,13 @@ def test_a_name_wider_than_its_plot_is_wrapped() -> None:
     assert max(map(len, seen.splitlines())) <= 80
 
 
+@pytest.mark.parametrize("values", [[1e30, 1e30], [-1e308, 1e308], [1e17, 1e17 + 16], [-1e-12, -1e-12]])
+def test_values_of_any_size_are_drawn_and_named_in_a_few_letters(values: list[float]) -> None:
+    drawn = text(Plot("loss", [Series("train", "cyan", [1, 2], values)], height=4), width=60)
+    assert re.search("[\u2801-\u28ff]", drawn)
+    assert max(map(len, re.findall(r"[\d,.e+-]+", drawn))) <= 9
+
+
 def test_an_outlier_does_not_flatten_a_plot_and_a_lone_point_is_drawn() -> None:
     ys = [1.0 + 0.01 * step for step in range(40)]
     plain = text(Plot("loss", [Series("train", "cyan", list(range(40)), ys)]))
