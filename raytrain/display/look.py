@@ -22,6 +22,7 @@ from raytrain.errors import format_count
 from raytrain.runs.metric_row import NUM_SUSPICIOUS_SHOWN
 from raytrain.runs.redact import one_line
 from raytrain.storage.open import check_output
+from raytrain.trackers.pictures import cut_middle
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure, SubFigure
@@ -216,8 +217,8 @@ def _draw_images(figure: Figure | SubFigure, images: Iterable[Pixels | None], la
             continue
         cell.imshow(pixels, cmap="gray", vmin=0, vmax=255, interpolation="nearest")
 
-        # A long label of two mixed classes gets a line for each class; a line that is still too long is cut.
+        # A long label of two mixed classes gets a line for each class; one that is still too long is cut in its middle.
         text = one_line(label)
         lines = [text] if len(text) <= _MAX_LETTERS else text.split(", ")
-        cut = [line if len(line) <= _MAX_LETTERS else f"{line[: _MAX_LETTERS - 1]}…" for line in lines[:2]]
+        cut = [cut_middle(line, _MAX_LETTERS) for line in lines[:2]]
         cell.set_title("\n".join(cut), fontsize=8, color=GREY, pad=3, parse_math=False)

@@ -115,7 +115,7 @@ def matrix_figure(cells: NDArray[np.int64], classes: Sequence[str]) -> Figure:
     size = min(10.0, max(5.5, 0.7 * cell_points))
     ticks = range(0, len(classes), math.ceil(1.2 * size / cell_points))
     names = [one_line(classes[tick]) for tick in ticks]
-    labels = [name if len(name) <= _MAX_LABEL else f"{name[: _MAX_LABEL - 1]}…" for name in names]
+    labels = [cut_middle(name, _MAX_LABEL) for name in names]
     axes.set_xticks(ticks, labels, rotation=90, fontsize=size, parse_math=False)  # a $ is a $
     axes.set_yticks(ticks, labels, fontsize=size, parse_math=False)
     axes.tick_params(length=0)
@@ -135,12 +135,24 @@ def matrix_figure(cells: NDArray[np.int64], classes: Sequence[str]) -> Figure:
 
 
 def _cut_to_width(text: str, width: int, font: ImageFont.ImageFont | ImageFont.FreeTypeFont) -> str:
-    """Return ``text``, or as much of its beginning as fits into ``width`` pixels with an ellipsis."""
-    if font.getlength(text) <= width:
-        return text
-    while text and font.getlength(f"{text}…") > width:
-        text = text[:-1]
-    return f"{text}…"
+    """Return ``text``, or as much of its ends as fits into ``width`` pixels with an ellipsis between them."""
+    lengths = range(len(text), 0, -1)
+    return next((cut for cut in (cut_middle(text, length) for length in lengths) if font.getlength(cut) <= width), "…")
+
+
+def cut_middle(name: str, length: int) -> str:
+    """Return ``name`` with "…" in place of its middle if it is longer than ``length``.
+
+    Names of classes often have a common start.
+
+    Example:
+        >>> cut_middle("species_of_bird_001", 9)
+        'spec…_001'
+    """
+    if len(name) <= length:
+        return name
+    end = (length - 1) // 2
+    return f"{name[: length - 1 - end]}…{name[len(name) - end :]}"
 
 
 @dataclass(frozen=True)

@@ -317,6 +317,22 @@ def test_images_whose_labels_may_be_wrong_are_shown_with_both_classes(visit: Vis
         assert "margin -1.5" in (page.locator(".gallery figure").get_attribute("title") or "")
 
 
+def test_long_names_of_classes_are_seen_with_their_ends(visit: Visit, tmp_path: Path) -> None:
+    store = store_run(tmp_path, "run", [step_row(1, loss=1.0)])
+    names = [f"{'a_long_name_of_a_class_' * 3}{number:03}" for number in range(2)]
+    worst = [{"image": png_url(1, 1), "label": 0, "prediction": 1, "probability": 0.5}]
+    write_json(store, EVALUATION, {"step": 1, "classes": names, "worst": worst, "confusion": [[0, 1, 3]]})
+    append_rows(tmp_path / "run", [evaluation_row(1, accuracy=0.5)])
+    with page_of(tmp_path, "run") as server:
+        page = visit(server.url)
+        expect(page.locator(".gallery figcaption")).to_have_count(1)
+        for cell in page.locator(".gallery .cut, .matrix .cut").all():
+            box, end = cell.bounding_box(), cell.locator("span").last.bounding_box()
+            assert box and end and end["width"] > 0 < end["height"]
+            assert max(box["width"], box["height"]) < 160
+            assert end["x"] + end["width"] <= box["x"] + box["width"] + 1
+
+
 def test_what_is_damaged_in_an_evaluation_hides_nothing_else(visit: Visit, tmp_path: Path) -> None:
     store = store_run(tmp_path, "run", [step_row(1, loss=1.0)])
     good = {"image": png_url(1, 1), "label": 0, "prediction": HOSTILE_NAME, "probability": "high"}

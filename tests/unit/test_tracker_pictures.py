@@ -18,7 +18,7 @@ from raytrain.runs.status import RunStatus, write_status
 from raytrain.storage.store import Store
 from raytrain.trackers import tracking as tracker_thread
 from raytrain.trackers.open_trackers import open_trackers
-from raytrain.trackers.pictures import confusion_matrix, contact_sheet, read_pictures
+from raytrain.trackers.pictures import confusion_matrix, contact_sheet, cut_middle, read_pictures
 from raytrain.trackers.tracking import Tracking
 from tests.helpers.stored_evaluation import HOSTILE_NAME, evaluation, png_url
 from tests.helpers.tracked_runs import Recorder, evaluation_row, options, result, snapshot, step_rows, tracked
@@ -151,3 +151,9 @@ def test_the_confusion_matrix_has_a_blue_and_an_orange_cell(num_classes: int) ->
     blue, orange = ((picture[:, :, 2].astype(int) - picture[:, :, 0]) * sign > 60 for sign in (1, -1))
     assert blue.any()
     assert orange.any()
+
+
+def test_a_long_name_keeps_its_end_where_names_differ() -> None:
+    cut = [cut_middle(f"species_of_a_bird_{number:03}", 9) for number in range(3)]
+    assert cut == ["spec…_000", "spec…_001", "spec…_002"]
+    assert [cut_middle("cat", 3), cut_middle("bird", 2), cut_middle("bird", 1)] == ["cat", "b…", "…"]

@@ -1,6 +1,6 @@
 // What the last evaluation showed: images as the network sees them, those it gets most wrong, and the confusions.
 
-import { el, formatNumber, formatPercent } from "./format.js";
+import { el, formatNumber, formatPercent, nameOf } from "./format.js";
 
 const MAX_TABLE_CLASSES = 24;
 const NUM_CONFUSIONS = 8;
@@ -26,7 +26,7 @@ export function suspiciousView(document) {
       "figure",
       { class: margin < 0 ? "wrong" : "right", title: means },
       el("img", { src: image, alt: `${label}, or ${suggested}?` }),
-      el("figcaption", {}, el("b", {}, label), el("div", { class: "said" }, el("span", {}, `or ${suggested}?`))),
+      el("figcaption", {}, el("b", {}, nameOf(label)), el("div", { class: "said" }, "or ", nameOf(`${suggested}?`))),
     );
   });
   const about = el("p", { class: "about" }, "The training images with the lowest margin of their label over all epochs; ", el("code", {}, "raytrain look"), " lists more, and writes a label file to correct");
@@ -43,7 +43,7 @@ function gallery(title, about, examples, classes) {
       "figure",
       { class: right ? "right" : "wrong", title: key ?? "" },
       el("img", { src: image, alt: `${classes[label] ?? label}, predicted ${said} ${sure}` }),
-      el("figcaption", {}, el("b", {}, classes[label] ?? label), el("div", { class: "said" }, el("span", {}, said), el("i", {}, sure && `(${sure})`))),
+      el("figcaption", {}, el("b", {}, nameOf(classes[label] ?? label)), el("div", { class: "said" }, nameOf(said), el("i", {}, sure && `(${sure})`))),
     );
   });
   return el("section", {}, el("h3", {}, title), el("p", { class: "about" }, about), el("div", { class: "gallery" }, ...figures));
@@ -68,8 +68,8 @@ function isCell(cell, count) {
 
 function table(cells, classes, totals) {
   const counts = new Map(cells.map(([label, prediction, count]) => [`${label} ${prediction}`, count]));
-  const head = el("tr", {}, el("td"), ...classes.map((name) => el("th", { scope: "col" }, el("span", {}, name))));
-  const rows = classes.map((name, label) => el("tr", {}, el("th", { scope: "row" }, name), ...classes.map((_, prediction) => cell(counts.get(`${label} ${prediction}`) ?? 0, label, prediction, totals, classes))));
+  const head = el("tr", {}, el("td"), ...classes.map((name) => el("th", { scope: "col", title: name }, nameOf(name))));
+  const rows = classes.map((name, label) => el("tr", {}, el("th", { scope: "row", title: name }, nameOf(name)), ...classes.map((_, prediction) => cell(counts.get(`${label} ${prediction}`) ?? 0, label, prediction, totals, classes))));
   return el("div", { class: "scroll" }, el("table", { class: "matrix" }, head, ...rows));
 }
 

@@ -35,6 +35,12 @@ export function fill(element, ...children) {
   element.replaceChildren(...children.filter((child) => child != null).map((child) => (child instanceof Node ? child : printable(child))));
 }
 
+/** A name as an element that is cut before its last four letters where it has no room: names often differ in their ends alone. */
+export function nameOf(name) {
+  const letters = [...printable(name)], end = letters.length > 12 ? letters.length - 4 : letters.length;
+  return el("span", { class: "cut", dir: "auto" }, el("span", {}, letters.slice(0, end).join("")), el("span", {}, letters.slice(end).join("")));
+}
+
 /** The digits after the point that tell multiples of `interval` apart: 3 for 0.025. */
 function digitsOf(interval) {
   let digits = 0;
