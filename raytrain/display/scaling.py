@@ -143,8 +143,7 @@ def _draw_values(panel: Axes, result: SweepResult) -> None:
     if target is not None:
         panel.axhline(target, color=GREY, linewidth=0.8, linestyle="--")
     title = "" if target is None else f"time to {target:.3f}"
-    corner = "upper right" if any(trial.is_lower_better for trial in result.trials) else "lower right"
-    panel.legend(title=title, alignment="left", loc=corner, frameon=False)
+    panel.legend(title=title, alignment="left", loc="best", edgecolor="none")
     panel.set_xlim(left=0)
     panel.set_xlabel(f"{unit_name} of training")
     panel.set_ylabel(f"validation {_metric(result)} (pale: training batches)")
