@@ -143,6 +143,9 @@ def _sentence_on_unknown(
         if "--data" in flags and os.path.isfile(os.path.join(word, CONFIG)):
             storage, _, run = word.rstrip("/").rpartition("/")
             advice = f"a run is given as {shlex.join(['--name', run, '--storage', storage or '.'])}"
+        elif "--data" in flags and len(words) > 1 and all(map(os.path.exists, words[:2])):  # the shell's photos/*
+            folder = shlex.quote(os.path.dirname(word.rstrip("/")) or ".")
+            advice = f"--data takes one folder, with all images below it, such as --data {folder}"
         elif "--data" in flags:
             advice = how_given(word) or advice
         return f"There is one argument too many: {word!r}; {advice}."
