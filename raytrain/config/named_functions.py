@@ -33,7 +33,7 @@ def load_function(option: str, name: str) -> Callable[..., Any]:
     """
     # Import the module. An exception in it is a mistake of the user's, and becomes one sentence.
     place, _, function_name = name.rpartition(":")
-    if not place:
+    if not place or place.endswith(":"):  # as in file.py::function
         raise _names_no_function(option, name)
     with in_one_sentence(f"{option} {name} cannot be imported"):
         if place.endswith(".py"):
@@ -193,7 +193,7 @@ def check_module(option: str, name: str) -> None:
     Example: ``check_module("--loop", "my_loop.py:train")``
     """
     place = name.rpartition(":")[0]
-    if not place:
+    if not place or place.endswith(":"):  # as in file.py::function
         raise _names_no_function(option, name)
     if place.endswith(".py"):
         if not Path(place).is_file():
