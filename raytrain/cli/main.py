@@ -189,7 +189,7 @@ def _print_error(error: Exception, as_json: bool) -> int:
         error = UsageError(
             f"Nothing more can be written ({error.strerror}): the disk of "
             f"{error.filename2 or error.filename or 'the output'}, or that of "
-            f"the temporary folder {tempfile.gettempdir()}, is full; make room."
+            f"the temporary folder {os.environ.get('TMPDIR', '/tmp')}, is full; make room."
         )
     if isinstance(error, FileNotFoundError):
         # Perhaps all relative paths have lost their meaning, because the current folder has been removed.
@@ -205,12 +205,14 @@ def _print_error(error: Exception, as_json: bool) -> int:
             sentence = f"On the cluster's head, {socket.gethostname()}, where this job runs: {sentence}"
     else:
         # This exception is our own mistake, and the run may have taken hours: the traceback is kept in a file.
-        with tempfile.NamedTemporaryFile("w", encoding="utf-8", prefix="raytrain-", suffix=".log", delete=False) as log:
-            log.write(redact("".join(traceback.format_exception(error))))
+        trace, kept = redact("".join(traceback.format_exception(error))), ""
+        with suppress(OSError):  # there may be no temporary folder that can be written
+            number, log = tempfile.mkstemp(prefix="raytrain-", suffix=".log")
+            with open(number, "w", encoding="utf-8") as file:
+                file.write(trace)
+            kept = f"the traceback is in {log}; "
         message = (str(error).strip().splitlines() or ["no message"])[-1]
-        sentence = redact(
-            f"unexpected {type(error).__name__}: {message} (the traceback is in {log.name}; --debug shows it here)"
-        )
+        sentence = redact(f"unexpected {type(error).__name__}: {message} ({kept}--debug shows the traceback here)")
     print(f"raytrain: {one_line(sentence)}", file=sys.stderr, flush=True)
     if as_json:
         from raytrain.runs.documents import plain

@@ -363,6 +363,13 @@ def test_an_unexpected_error_is_one_sentence_and_its_traceback_is_kept(
     assert str(log) in err
     assert "Traceback" in log.read_text()
 
+    # Without a temporary folder, as on a full disk, the sentence is all there is.
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "gone"))
+    assert main(["train", "cifar10", "--json"]) == 1
+    out, err = capsys.readouterr()
+    assert err.endswith(" (--debug shows the traceback here)\n")
+    assert json.loads(out)["status"] == "failed"
+
 
 @pytest.mark.parametrize(
     ("error", "reason"),
