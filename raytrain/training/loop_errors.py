@@ -23,8 +23,8 @@ from raytrain.training.run_spec import RunSpec
 def errors_of_loop(spec: RunSpec, run: Run) -> Iterator[None]:
     """Raise an exception of the loop, which runs in this context, as one of ours, whose sentence says what to do.
 
-    It is an OutOfMemory, a UsageError for mistakes that many loops make, or else a LoopFailed. If another attempt may
-    help, the exception itself is raised.
+    A successful exit, such as sys.exit(0), only ends the context. The exception is an OutOfMemory, a UsageError for
+    mistakes that many loops make, or else a LoopFailed. If another attempt may help, the exception itself is raised.
     """
     first_step = run.progress.step
     try:
@@ -38,6 +38,8 @@ def errors_of_loop(spec: RunSpec, run: Run) -> Iterator[None]:
             restart_may_help=False,
         ) from error
     except BaseException as error:  # also SystemExit, and what asyncio raises
+        if isinstance(error, SystemExit) and not error.code:  # sys.exit(), at the end of a script: the loop returns
+            return
         if lacks_memory(error):
             raise out_of_memory(run) from error
         if restart_may_help(error):
@@ -98,6 +100,8 @@ def _wrong_use_of_batches(error: BaseException, message: str, line: str) -> str 
     The ``message`` of a TypeError names the class of the object.
     """
     how_to_loop = "write `for epoch in run.epochs():`, and in it `for batch in epoch:`."
+    if isinstance(error, AttributeError) and isinstance(error.obj, Run):
+        return f"The loop takes run.{error.name} ({line}), which a run does not have; for its batches, {how_to_loop}"
     epoch_has = (
         "an epoch has epoch.number, counted from 0, and len(epoch), the number of its batches, which `for batch in "
         "epoch:` gives."

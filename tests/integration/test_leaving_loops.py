@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -62,6 +63,15 @@ def return_early_and_resume(folder: str) -> list[Tensor]:
 
 def train_in_parts_and_whole(folder: str) -> tuple[list[Tensor], list[Tensor]]:
     return return_early_and_resume(f"{folder}/early"), train_loop(to_the_end, f"{folder}/whole").weights
+
+
+@pytest.mark.parametrize(("loop", "status"), [(to_the_end, "finished"), (returns_early, "stopped")])
+def test_a_loop_may_end_with_a_successful_exit(loop: Loop, status: str, tmp_path: Path) -> None:
+    def loop_and_exit(run: Run) -> None:
+        loop(run)
+        sys.exit(0)
+
+    assert train_loop(loop_and_exit, tmp_path).outcome.status == status
 
 
 def test_a_loop_that_returns_early_on_all_workers_writes_a_checkpoint(tmp_path: Path) -> None:

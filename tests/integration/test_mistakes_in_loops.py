@@ -199,6 +199,11 @@ def goes_over_the_method(run: Any) -> None:
         pass
 
 
+def takes_a_loader(run: Any) -> None:
+    for _ in run.train_loader:
+        pass
+
+
 def with_indices(run: Run) -> None:
     prepared(run)
     for epoch in run.epochs():
@@ -224,6 +229,10 @@ EPOCH_HAS = r"\(test_mistakes_in_loops.py, line \d+: `.*\); an epoch has epoch.n
         (in_batches(lambda batch: batch.image), r"takes batch.image \(.*\); a batch has images, labels,"),
         (with_indices, "takes 3 things from a batch, .*: batch.samples are the indices"),
         (goes_over_the_run, f"goes over the run, .* {LOOP_OVER_BATCHES}"),
+        (
+            takes_a_loader,
+            r"takes run.train_loader \(.*\), which a run does not have; .* write `for epoch in run.epochs",
+        ),
         (goes_over_the_method, f"goes over the run, .* {LOOP_OVER_BATCHES}"),
     ],
 )
