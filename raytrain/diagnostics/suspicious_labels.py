@@ -17,7 +17,7 @@ from raytrain.data.labels.label_file import read_label_file
 from raytrain.data.labels.label_pattern import table_by_pattern
 from raytrain.data.labels.part_names import Part
 from raytrain.errors import UsageError
-from raytrain.runs.checkpoint_files import newest_checkpoint
+from raytrain.runs.stored_checkpoints import newest_checkpoint
 from raytrain.storage.open import check_output, write_output
 from raytrain.storage.store import Store
 from raytrain.training.checkpoint import read_checkpoint

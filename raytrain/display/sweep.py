@@ -32,10 +32,10 @@ from raytrain.experiments.sweep_session import SweepView
 from raytrain.experiments.trial_results import WAITING, TrialResult
 from raytrain.experiments.trials import as_typed, shown
 from raytrain.monitor.stop_request import StopSignals
-from raytrain.runs.checkpoint_files import best_checkpoint, newest_checkpoint
 from raytrain.runs.documents import CONFIG, read_config, run_store
 from raytrain.runs.outcome import StopReason, resume_command
 from raytrain.runs.redact import one_line
+from raytrain.runs.stored_checkpoints import best_checkpoint, newest_checkpoint
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -30,8 +30,8 @@ from raytrain.launch.placement import check_room
 from raytrain.launch.prepare import TrainRequest, prepare, settle_options
 from raytrain.launch.train import open_machines
 from raytrain.monitor.stop_request import StopSignals
-from raytrain.runs.checkpoint_files import Identity
 from raytrain.runs.documents import CONFIG, new_name, read_config
+from raytrain.runs.stored_checkpoints import Identity
 from raytrain.trackers.open_trackers import open_trackers
 from raytrain.training.metrics.evaluation_metrics import measured_metrics
 

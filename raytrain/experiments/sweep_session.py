@@ -31,7 +31,7 @@ from raytrain.experiments.trials import Trial, as_typed, num_digits, trial_of, t
 from raytrain.launch.notification import Notification, notify_target
 from raytrain.launch.placement import device_kind
 from raytrain.launch.prepare import Loop, PreparedRun, RunGroup
-from raytrain.launch.resume import check_budget
+from raytrain.launch.resumed_options import check_budget
 from raytrain.monitor.cost import CostMeter
 from raytrain.monitor.document_writer import DocumentWriter
 from raytrain.monitor.snapshot import Snapshot

@@ -17,8 +17,8 @@ from raytrain.data.labels.part_names import Part
 from raytrain.data.plan.permutation import Floats, Int64s
 from raytrain.errors import UsageError
 from raytrain.inference.trained_run import TrainedRun
-from raytrain.runs.checkpoint_files import stored_thresholds
 from raytrain.runs.documents import plain
+from raytrain.runs.stored_checkpoints import stored_thresholds
 from raytrain.training.metrics.evaluation_metrics import (
     DEFAULT_THRESHOLD,
     average_precisions,

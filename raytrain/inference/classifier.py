@@ -29,8 +29,8 @@ from raytrain.data.images.decode import decode, pixels_of, turn_upright
 from raytrain.data.images.image_format import BadImage
 from raytrain.errors import UsageError
 from raytrain.inference.loop_network import loop_network
-from raytrain.runs.checkpoint_files import require_checkpoint, stored_thresholds
 from raytrain.runs.documents import CONFIG, open_run, read_trusted_config
+from raytrain.runs.stored_checkpoints import require_checkpoint, stored_thresholds
 from raytrain.storage.open import read_input
 from raytrain.storage.store import Store
 from raytrain.training.batches.augment_and_normalise import Augment

@@ -33,8 +33,8 @@ from raytrain.inference.huggingface_folder import (
     write_network,
 )
 from raytrain.inference.model_card import example, model_card, network_lines, preprocessing
-from raytrain.runs.checkpoint_files import require_checkpoint
 from raytrain.runs.documents import open_run, plain, read_resolved_config, read_trusted_config
+from raytrain.runs.stored_checkpoints import require_checkpoint
 from raytrain.storage.open import check_output, open_store, write_output
 from raytrain.storage.temporary_files import TemporaryFolder
 from raytrain.training.checkpoint import read_checkpoint

@@ -28,8 +28,8 @@ from raytrain.launch.placement import Hardware, Placement, machine_hardware, pla
 from raytrain.launch.predict_blocks import PredictRequest, predict_here
 from raytrain.launch.ray.connection import Connection, names_cluster, uses_cluster
 from raytrain.launch.ray.nodes import cluster_hardware
-from raytrain.runs.checkpoint_files import require_checkpoint
 from raytrain.runs.documents import CLASSES, open_run, read_trusted_config
+from raytrain.runs.stored_checkpoints import require_checkpoint
 from raytrain.storage.store import Store
 
 

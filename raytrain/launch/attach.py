@@ -38,7 +38,7 @@ from raytrain.errors import LoopFailed, StorageError, UsageError
 from raytrain.launch.attached_launch import AttachedCoordinator, AttachedLaunch, GroupMessages, MessageReporter
 from raytrain.launch.option_checks import check_options_of_attach
 from raytrain.launch.prepare import TrainRequest, prepare, settle_options
-from raytrain.launch.resume import already_trained
+from raytrain.launch.resumed_options import already_trained
 from raytrain.loader.decoders import NewProcess
 from raytrain.loader.machine import gpu_decoder_problem
 from raytrain.loader.process_group import ProcessGroup

@@ -3,8 +3,8 @@
 1. :func:`raytrain.launch.option_checks.check_options` refuses options that no run can start with. It reads nothing.
 2. :func:`settle_options` names the run, and checks by a few requests whether its name is free, whether there are
    images, and, if it resumes, with which options it was started. After that, a cluster may start.
-3. :func:`raytrain.launch.resume.already_trained` finds a resume that has nothing to do, and refuses one that has spent
-   its dollars.
+3. :func:`raytrain.launch.resumed_options.already_trained` finds a resume that has nothing to do, and refuses one that
+   has spent its dollars.
 4. :func:`prepare` lists the images, which may take minutes, and takes ownership of the run.
 """
 
@@ -29,11 +29,10 @@ from raytrain.launch.choose_options import open_decided
 from raytrain.launch.notification import check_notify
 from raytrain.launch.option_checks import check_cuda_graphs, choose_decoder, useless_lengths
 from raytrain.launch.placement import Placement, fastest_precision
-from raytrain.launch.resume import resumed_options
+from raytrain.launch.resumed_options import resumed_options
 from raytrain.loader.machine import gpu_decoder_problem
 from raytrain.monitor.snapshot import View
 from raytrain.monitor.stop_request import StopSignals
-from raytrain.runs.checkpoint_files import Identity, newest_checkpoint, newest_step
 from raytrain.runs.documents import (
     CONFIG,
     STOP_REQUEST,
@@ -49,6 +48,7 @@ from raytrain.runs.metric_row import SkipLimit
 from raytrain.runs.ownership import RunClaim, claim_run
 from raytrain.runs.records import delete_run, has_ended_without_step
 from raytrain.runs.status import RunStatus, read_status
+from raytrain.runs.stored_checkpoints import Identity, newest_checkpoint, newest_step
 from raytrain.storage.open import open_store
 from raytrain.training.metrics.evaluation_metrics import check_number_of_classes
 from raytrain.training.weights_source import check_downloads

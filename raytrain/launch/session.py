@@ -41,12 +41,12 @@ from raytrain.monitor.document_writer import DocumentWriter, progress_of
 from raytrain.monitor.events import DocumentLost, Note, ProvenanceChanged
 from raytrain.monitor.snapshot import START, Snapshot
 from raytrain.runs.background_and_throttle import Background
-from raytrain.runs.checkpoint_files import newest_checkpoint
 from raytrain.runs.documents import PROVENANCE
 from raytrain.runs.logs import STARTUP, print_line
 from raytrain.runs.outcome import Outcome, StopReason, TrainResult, failure_sentence, successful
 from raytrain.runs.provenance import record_provenance
 from raytrain.runs.redact import printable, redact
+from raytrain.runs.stored_checkpoints import newest_checkpoint
 from raytrain.trackers.tracking import Tracking
 from raytrain.training.script_logging import LoggedRecord, write_record
 

@@ -29,7 +29,7 @@ from raytrain.launch.option_checks import check_options
 from raytrain.launch.placement import Hardware, check_room, machine_hardware
 from raytrain.launch.prepare import TrainRequest, prepare, settle_options
 from raytrain.launch.ray.connection import Connection
-from raytrain.launch.resume import already_trained
+from raytrain.launch.resumed_options import already_trained
 from raytrain.launch.session import RunSession
 from raytrain.monitor.snapshot import Snapshot, View
 from raytrain.monitor.stop_request import StopSignals, request_stop

@@ -12,12 +12,12 @@ from raytrain.errors import StorageError
 from raytrain.monitor.snapshot import Snapshot
 from raytrain.monitor.stop_request import read_stop_request
 from raytrain.runs.background_and_throttle import Throttle
-from raytrain.runs.checkpoint_files import newest_checkpoint
 from raytrain.runs.documents import CONFIG, MACHINE_HISTORY, SUMMARY, write_config, write_json
 from raytrain.runs.machine_history import MEASURE_EVERY_S, MachineHistory, read_machine_history, write_machines
 from raytrain.runs.outcome import Outcome, Progress, StopReason, TrainResult
 from raytrain.runs.redact import redact
 from raytrain.runs.status import HEARTBEAT_EVERY_S, RunStatus, write_status
+from raytrain.runs.stored_checkpoints import newest_checkpoint
 from raytrain.storage.store import Store
 
 _POLL_EVERY_S = 1.0

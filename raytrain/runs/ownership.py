@@ -41,8 +41,8 @@ from typing import ClassVar
 import psutil
 
 from raytrain.errors import OwnerChanged, StorageError, UsageError, shell_command
-from raytrain.runs.checkpoint_files import newest_checkpoint, step_and_takeover
 from raytrain.runs.documents import CLAIM, CONFIG, EVENTS, SKIPPED, is_run_file, known_fields, parse_object
+from raytrain.runs.stored_checkpoints import newest_checkpoint, step_and_takeover
 from raytrain.storage.store import ObjectChanged, Store
 
 RENEW_EVERY_S = 5.0  # seconds between two renewals of a claim

@@ -12,7 +12,6 @@ from typing import Any, TypeVar, get_args
 from raytrain.config import TrainConfig
 from raytrain.config.option_values import matches
 from raytrain.errors import StorageError, UsageError, did_you_mean, option_name
-from raytrain.runs.checkpoint_files import list_checkpoints, newest_checkpoint
 from raytrain.runs.documents import (
     CLAIM,
     CONFIG,
@@ -40,6 +39,7 @@ from raytrain.runs.outcome import EndStatus, as_tuple
 from raytrain.runs.ownership import claim_run
 from raytrain.runs.provenance import Provenance, read_provenance
 from raytrain.runs.status import RunStatus, parse_status, stored_status
+from raytrain.runs.stored_checkpoints import list_checkpoints, newest_checkpoint
 from raytrain.storage.folder import links_out
 from raytrain.storage.store import Store, StoredObject
 

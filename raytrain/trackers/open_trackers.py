@@ -16,9 +16,9 @@ from raytrain.config.named_functions import load_function
 from raytrain.config.option_values import Location
 from raytrain.errors import RaytrainError, UsageError, did_you_mean
 from raytrain.monitor.events import Event, TrackerFailed, TrackerOpened
-from raytrain.runs.checkpoint_files import newest_checkpoint
 from raytrain.runs.documents import SWEEP, open_run, read_config, run_names, run_store
 from raytrain.runs.status import read_status
+from raytrain.runs.stored_checkpoints import newest_checkpoint
 from raytrain.runs.stored_rows import read_rows
 from raytrain.storage.open import open_store
 from raytrain.trackers.tracker import TrackedRun, TrackedSweep, Tracker, hyperparams

@@ -24,15 +24,15 @@ import torch.distributed as dist
 
 from raytrain.errors import NoWholeCheckpoint, RaytrainError, UsageError
 from raytrain.monitor.events import CheckpointDamaged, CheckpointSkipped, CheckpointWritten, Event
-from raytrain.runs.checkpoint_files import (
+from raytrain.runs.documents import CHECKPOINTS, read_json
+from raytrain.runs.outcome import Progress
+from raytrain.runs.stored_checkpoints import (
     Identity,
     best_checkpoint,
     checkpoint_path,
     list_checkpoints,
     step_and_takeover,
 )
-from raytrain.runs.documents import CHECKPOINTS, read_json
-from raytrain.runs.outcome import Progress
 from raytrain.storage.store import Store
 from raytrain.training.checkpoint_state import StateDict, check_readable, to_cpu
 from raytrain.training.weights_source import ZIP, check_archive

@@ -7,7 +7,7 @@ cannot tell a resumed run from a new one.
 Between ``run.prepare`` and its first epoch, a loop sets up what it has prepared: it copies weights from one network to
 another, draws them again, and reparametrises layers. On a resume it does so again. So when the epochs begin, networks,
 and what else the loop has changed in the meantime, get the state of the checkpoint again. Options of optimizers, such
-as the learning rate, may also be changed by the user: :mod:`raytrain.training.resumed_options` has their rules.
+as the learning rate, may also be changed by the user: :mod:`raytrain.training.resumed_optimizers` has their rules.
 
 A loop may add groups to an optimizer while it trains, such as layers that learn from the third epoch on. A resume
 prepares the optimizer without them: their state waits until the loop has added them again, before its first step.
@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_leaves
 from raytrain.errors import UsageError, format_count, some_of
 from raytrain.training.metrics.prepared_metrics import is_metric, joined_state, prepare_metric
 from raytrain.training.metrics.sample_margins import SampleMargins
-from raytrain.training.resumed_options import ResumedOptions, options_of
+from raytrain.training.resumed_optimizers import ResumedOptions, options_of
 
 StateDict = dict[str, Any]
 MEASURED = " as measured"  # suffix of the name of weights that were evaluated, if the network has other ones by now

@@ -14,7 +14,7 @@ from raytrain.config.named_functions import load_optional
 from raytrain.data.dataset import Dataset, class_weights, evaluation_plan
 from raytrain.data.labels.part_names import Part
 from raytrain.data.plan.batch_plan import BatchPlan
-from raytrain.runs.checkpoint_files import Identity
+from raytrain.runs.stored_checkpoints import Identity
 from raytrain.storage.store import Store
 from raytrain.training.loop_checks.reached_code import SourceLines, source_lines
 from raytrain.training.script_logging import LoggerSettings, logging_here

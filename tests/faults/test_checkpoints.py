@@ -18,8 +18,8 @@ import torch
 
 from raytrain.errors import RaytrainError, StorageError, UsageError
 from raytrain.monitor.events import CheckpointDamaged, CheckpointSkipped, CheckpointWritten, Event
-from raytrain.runs.checkpoint_files import Identity, best_scored_checkpoint
 from raytrain.runs.outcome import Progress
+from raytrain.runs.stored_checkpoints import Identity, best_scored_checkpoint
 from raytrain.storage.folder import FolderStore
 from raytrain.storage.open import open_store
 from raytrain.storage.store import Store

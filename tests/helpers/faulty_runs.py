@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from raytrain.runs.checkpoint_files import list_checkpoints
 from raytrain.runs.documents import open_run
 from raytrain.runs.records import read_run
+from raytrain.runs.stored_checkpoints import list_checkpoints
 from raytrain.training.checkpoint import read_checkpoint
 from tests.helpers.waiting import DEADLINE_S
 

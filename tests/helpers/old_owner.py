@@ -13,12 +13,12 @@ import torch
 from raytrain.errors import OwnerChanged, StorageError
 from raytrain.monitor.document_writer import DocumentWriter
 from raytrain.runs import ownership
-from raytrain.runs.checkpoint_files import Identity
 from raytrain.runs.documents import CONFIG, STOP_REQUEST, run_store
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.metrics_history import History
 from raytrain.runs.outcome import Progress
 from raytrain.runs.ownership import RunClaim, claim_run
+from raytrain.runs.stored_checkpoints import Identity
 from raytrain.training.checkpoint import Checkpoints
 
 LEASE_S = 1.0

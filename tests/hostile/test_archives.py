@@ -13,7 +13,7 @@ import torch
 
 from raytrain.errors import UsageError
 from raytrain.monitor.events import Event
-from raytrain.runs.checkpoint_files import checkpoint_path
+from raytrain.runs.stored_checkpoints import checkpoint_path
 from raytrain.training.checkpoint import Checkpoints, Identity, read_checkpoint
 from raytrain.training.networks.model import build_model
 from raytrain.training.networks.transfer import initial_weights

@@ -17,12 +17,12 @@ from raytrain.errors import OwnerChanged, StorageError, UsageError
 from raytrain.monitor.monitor import RunMonitor
 from raytrain.monitor.run_reader import RunReader
 from raytrain.monitor.stop_request import read_stop_request
-from raytrain.runs.checkpoint_files import best_checkpoint, checkpoint_path
 from raytrain.runs.documents import CLAIM, CLASSES, CONFIG, METRICS, SKIPPED, STATUS, STOP_REQUEST, SUMMARY, read_config
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.metrics_history import History, read_metrics
 from raytrain.runs.ownership import claim_run, machine_id
 from raytrain.runs.status import read_status
+from raytrain.runs.stored_checkpoints import best_checkpoint, checkpoint_path
 from raytrain.storage.folder import FolderStore
 from raytrain.storage.store import Store
 from tests.helpers.stored_runs import add_checkpoint, make_run, options

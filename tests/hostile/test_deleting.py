@@ -8,9 +8,9 @@ import pytest
 
 from raytrain.errors import UsageError
 from raytrain.launch.prepare import settle_options
-from raytrain.runs.checkpoint_files import list_checkpoints
 from raytrain.runs.documents import METRICS, is_run_file
 from raytrain.runs.records import delete_run
+from raytrain.runs.stored_checkpoints import list_checkpoints
 from raytrain.storage.open import open_store
 from tests.helpers.small_runs import config, make_images
 from tests.helpers.stored_histories import step_row, store_run

@@ -14,7 +14,7 @@ import pytest
 import raytrain
 from raytrain import TrainConfig, TrainingFailed, UsageError
 from raytrain.launch.prepare import prepare, settle_options
-from raytrain.launch.resume import resumed_options
+from raytrain.launch.resumed_options import resumed_options
 from raytrain.runs.status import RunStatus, write_status
 from raytrain.storage.open import open_store
 from tests.helpers.small_runs import config, documents, local_config

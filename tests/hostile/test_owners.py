@@ -31,13 +31,13 @@ from raytrain.launch.prepare import TrainRequest, prepare, settle_options
 from raytrain.monitor.document_writer import DocumentWriter
 from raytrain.monitor.stop_request import read_stop_request, request_stop
 from raytrain.runs import ownership as claims
-from raytrain.runs.checkpoint_files import Identity, checkpoint_path, newest_checkpoint, newest_step
 from raytrain.runs.documents import CLAIM, CONFIG, METRICS, STATUS, new_name, run_store
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.metrics_history import History, read_metrics
 from raytrain.runs.outcome import Progress, StopReason
 from raytrain.runs.ownership import Claim, RunClaim, claim_run
 from raytrain.runs.status import read_status
+from raytrain.runs.stored_checkpoints import Identity, checkpoint_path, newest_checkpoint, newest_step
 from raytrain.storage.bucket import BucketStore
 from raytrain.storage.folder import FolderStore
 from raytrain.storage.open import open_store

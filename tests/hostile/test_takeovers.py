@@ -13,10 +13,10 @@ from http.server import BaseHTTPRequestHandler
 import pytest
 
 from raytrain.demo.s3_server import S3Server
-from raytrain.runs.checkpoint_files import newest_checkpoint
 from raytrain.runs.documents import run_store
 from raytrain.runs.metrics_history import read_metrics
 from raytrain.runs.ownership import claim_run
+from raytrain.runs.stored_checkpoints import newest_checkpoint
 from raytrain.storage.store import Store
 from raytrain.training.checkpoint import read_checkpoint
 from tests.helpers import old_owner

@@ -15,8 +15,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 from raytrain import Run
 from raytrain.monitor.events import Note
-from raytrain.runs.checkpoint_files import list_checkpoints
 from raytrain.runs.documents import run_store
+from raytrain.runs.stored_checkpoints import list_checkpoints
 from raytrain.training.checkpoint import read_checkpoint
 from raytrain.training.evaluation import evaluate
 from raytrain.training.networks.weight_average import WeightAverage

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from raytrain.errors import RaytrainError
-from raytrain.runs.checkpoint_files import Identity
 from raytrain.runs.outcome import Progress
+from raytrain.runs.stored_checkpoints import Identity
 from raytrain.storage.folder import FolderStore
 from raytrain.training.checkpoint import Checkpoints
 from tests.helpers.gloo_processes import run_in_processes

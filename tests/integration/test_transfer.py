@@ -21,9 +21,9 @@ from raytrain.config import TrainConfig
 from raytrain.errors import StorageError, UsageError
 from raytrain.launch.prepare import prepare, settle_options
 from raytrain.recipes import custom
-from raytrain.runs.checkpoint_files import Identity, newest_checkpoint
 from raytrain.runs.documents import read_config, run_store
 from raytrain.runs.outcome import Progress
+from raytrain.runs.stored_checkpoints import Identity, newest_checkpoint
 from raytrain.storage.open import open_store
 from raytrain.training.checkpoint import Checkpoint, Checkpoints, read_checkpoint
 from raytrain.training.exact.batchnorm import FrozenBatchNorm

@@ -23,7 +23,7 @@ from raytrain.launch.choose_options import (
     lines_of_choice,
     with_chosen,
 )
-from raytrain.launch.resume import resumed_options
+from raytrain.launch.resumed_options import resumed_options
 from raytrain.recipes import auto
 
 PHOTOGRAPHS = Images(number=3886, classes=5, side=128, is_grey=False, imbalance=1.4, multi_label=False)

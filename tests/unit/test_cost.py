@@ -18,7 +18,7 @@ from raytrain.display.dashboard import progress_line
 from raytrain.display.event_text import stop_text
 from raytrain.errors import UsageError
 from raytrain.launch.prepare import settle_options
-from raytrain.launch.resume import resumed_options
+from raytrain.launch.resumed_options import resumed_options
 from raytrain.monitor.cost import CostMeter
 from raytrain.monitor.document_writer import DocumentWriter
 from raytrain.monitor.run_reader import RunReader

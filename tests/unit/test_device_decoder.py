@@ -29,7 +29,7 @@ from raytrain.data.plan.partition import CacheOrder, Partition
 from raytrain.data.plan.permutation import Int64s
 from raytrain.errors import UsageError
 from raytrain.launch import option_checks, prepare
-from raytrain.launch.resume import resumed_options
+from raytrain.launch.resumed_options import resumed_options
 from raytrain.loader import machine
 from raytrain.loader.image_cache import choose_cache
 from raytrain.loader.machine_batches import SharedBlocks

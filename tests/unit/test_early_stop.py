@@ -13,10 +13,10 @@ import torch
 
 import raytrain
 from raytrain import Run, TrainConfig, UsageError
-from raytrain.runs.checkpoint_files import best_checkpoint
 from raytrain.runs.documents import run_store
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.outcome import Progress, StopReason
+from raytrain.runs.stored_checkpoints import best_checkpoint
 from raytrain.training.metrics.early_stop import EarlyStop
 from tests.helpers.folder_runs import folder_run, train_here, train_runs
 

@@ -24,10 +24,10 @@ from raytrain.data.images.decode import decode
 from raytrain.errors import RaytrainError, UsageError
 from raytrain.inference.model_card import network_lines
 from raytrain.recipes import cifar10, custom, digits
-from raytrain.runs.checkpoint_files import Identity
 from raytrain.runs.documents import CLASSES, METRICS, encode_lines, run_store, write_config
 from raytrain.runs.outcome import Progress
 from raytrain.runs.provenance import Provenance, record_provenance
+from raytrain.runs.stored_checkpoints import Identity
 from raytrain.storage.open import open_store
 from raytrain.training.checkpoint import Checkpoints
 from raytrain.training.networks.model import build_model

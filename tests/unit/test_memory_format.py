@@ -14,7 +14,7 @@ from raytrain import recipes
 from raytrain.config import TrainConfig
 from raytrain.launch import prepare
 from raytrain.launch.prepare import TrainRequest
-from raytrain.launch.resume import resumed_options
+from raytrain.launch.resumed_options import resumed_options
 from raytrain.training.networks.memory_format import suits_channels_last
 from raytrain.training.run import Run
 from tests.helpers.small_runs import make_images

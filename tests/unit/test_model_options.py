@@ -10,7 +10,7 @@ from torch import nn
 
 from raytrain.config import TrainConfig
 from raytrain.errors import UsageError
-from raytrain.launch.resume import resumed_options
+from raytrain.launch.resumed_options import resumed_options
 from raytrain.recipes import custom
 from raytrain.runs.outcome import train_command
 from raytrain.training.networks.model import build_model

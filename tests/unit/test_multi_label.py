@@ -27,8 +27,8 @@ from raytrain.diagnostics.look import look_at
 from raytrain.inference.classification_metrics import LabelEvaluation, chosen_thresholds
 from raytrain.inference.serve import served_model
 from raytrain.inference.trained_run import open_trained_run
-from raytrain.runs.checkpoint_files import checkpoint_path, stored_thresholds
 from raytrain.runs.documents import run_store, write_json
+from raytrain.runs.stored_checkpoints import checkpoint_path, stored_thresholds
 from raytrain.training.metrics.evaluation_metrics import average_precisions, best_thresholds
 from raytrain.training.networks.loss import Loss
 from raytrain.training.networks.model import build_model

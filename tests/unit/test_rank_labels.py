@@ -15,9 +15,9 @@ from raytrain.config import TrainConfig
 from raytrain.data.dataset import Dataset, open_dataset
 from raytrain.diagnostics.suspicious_labels import check_can_rank, rank_labels, write_labels
 from raytrain.errors import UsageError
-from raytrain.runs.checkpoint_files import Identity
 from raytrain.runs.documents import run_store, write_config
 from raytrain.runs.outcome import Progress
+from raytrain.runs.stored_checkpoints import Identity
 from raytrain.storage.store import Store
 from raytrain.training.checkpoint import Checkpoints
 from raytrain.training.metrics.sample_margins import MARGINS

@@ -18,7 +18,6 @@ from raytrain.errors import UsageError, shell_command
 from raytrain.monitor.stop_request import read_stop_request, request_stop
 from raytrain.runs import ownership
 from raytrain.runs import status as status_module
-from raytrain.runs.checkpoint_files import list_checkpoints, newest_step
 from raytrain.runs.documents import (
     CLAIM,
     STATUS,
@@ -35,6 +34,7 @@ from raytrain.runs.outcome import StopReason
 from raytrain.runs.ownership import claim_run, machine_id
 from raytrain.runs.records import list_runs
 from raytrain.runs.status import RunStatus, read_status, write_status
+from raytrain.runs.stored_checkpoints import list_checkpoints, newest_step
 from raytrain.storage.store import Store
 from tests.helpers.snapshots import train_result
 

@@ -21,7 +21,7 @@ from raytrain.errors import UsageError
 from raytrain.launch import prepare
 from raytrain.launch.local.local_launch import LocalLaunch
 from raytrain.launch.ray.feed.data_feed import DataFeed
-from raytrain.launch.resume import resumed_options
+from raytrain.launch.resumed_options import resumed_options
 from raytrain.recipes import cifar10, custom
 from tests.helpers.photographs import as_jpeg, draw
 from tests.helpers.small_runs import make_images

@@ -85,8 +85,8 @@ def train(config: TrainConfig, trust: TrustResumed = False, watch: Watch = False
     Example: raytrain train cifar10 --data s3://bucket/train --name first --epochs 10
     """
     from raytrain.display.result_page import result_page
-    from raytrain.runs.checkpoint_files import best_scored_checkpoint
     from raytrain.runs.documents import run_store
+    from raytrain.runs.stored_checkpoints import best_scored_checkpoint
 
     signals = StopSignals()
     with _views(config, signals, watch) as view:

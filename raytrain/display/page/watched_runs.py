@@ -24,7 +24,6 @@ from raytrain.experiments.trials import names_of
 from raytrain.monitor.run_reader import RunReader
 from raytrain.monitor.snapshot import Snapshot
 from raytrain.monitor.stop_request import request_stop
-from raytrain.runs.checkpoint_files import newest_checkpoint
 from raytrain.runs.documents import (
     EVALUATION,
     SUMMARY,
@@ -43,6 +42,7 @@ from raytrain.runs.outcome import StopReason, resume_command, stop_reason_of
 from raytrain.runs.provenance import read_provenance
 from raytrain.runs.records import RunInfo, list_runs, read_unused_options
 from raytrain.runs.status import RunStatus, read_status
+from raytrain.runs.stored_checkpoints import newest_checkpoint
 from raytrain.storage.store import Store
 
 if TYPE_CHECKING:

@@ -9,10 +9,10 @@ from raytrain.config.option_marks import Mark
 from raytrain.config.options import options_with
 from raytrain.errors import UsageError, flag, format_count, format_dollars
 from raytrain.recipes import RECIPES
-from raytrain.runs.checkpoint_files import newest_checkpoint
 from raytrain.runs.documents import CONFIG, SUMMARY, read_config, read_json, run_store
 from raytrain.runs.outcome import TrainResult, result_of, stop_reason_of
 from raytrain.runs.status import RunStatus, read_status
+from raytrain.runs.stored_checkpoints import newest_checkpoint
 
 
 def resumed_options(config: TrainConfig, before: TrainConfig) -> TrainConfig:

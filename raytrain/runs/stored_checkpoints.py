@@ -1,4 +1,4 @@
-"""Names of checkpoints, and the facts that a resumed run must have in common with them."""
+"""Checkpoints that a run has stored: their names, the newest and the best, and what a resume must share with them."""
 
 from __future__ import annotations
 
