@@ -116,8 +116,9 @@ def _wrong_use_of_batches(error: BaseException, message: str, line: str) -> str 
     if isinstance(error, TypeError) and re.search(r"'Epoch'|\bEpoch\.__|not Epoch\b", message):
         return f"The loop takes an epoch for a number or a list ({line}); {epoch_has}"
     goes_over_method = "'method' object is not iterable" in message and "run.epochs" in line
-    if isinstance(error, TypeError) and ("'Run' object is not iterable" in message or goes_over_method):
-        return f"The loop goes over the run, or its method, in place of its epochs ({line}); {how_to_loop}"
+    is_of_run = "'Run' object is not iterable" in message or "'DeviceBatches' object" in message  # run.batches
+    if isinstance(error, TypeError) and (is_of_run or goes_over_method):
+        return f"The loop goes over the run, or a part of it, in place of its epochs ({line}); {how_to_loop}"
     return None
 
 

@@ -199,6 +199,11 @@ def goes_over_the_method(run: Any) -> None:
         pass
 
 
+def goes_over_its_batches(run: Any) -> None:
+    for _ in run.batches():
+        pass
+
+
 def takes_a_loader(run: Any) -> None:
     for _ in run.train_loader:
         pass
@@ -233,6 +238,7 @@ EPOCH_HAS = r"\(test_mistakes_in_loops.py, line \d+: `.*\); an epoch has epoch.n
             takes_a_loader,
             r"takes run.train_loader \(.*\), which a run does not have; .* write `for epoch in run.epochs",
         ),
+        (goes_over_its_batches, f"goes over the run, .* {LOOP_OVER_BATCHES}"),
         (goes_over_the_method, f"goes over the run, .* {LOOP_OVER_BATCHES}"),
     ],
 )
