@@ -25,7 +25,7 @@ from raytrain.demo.s3_server import S3Server
 from raytrain.launch.local.local_launch import AgentProcess
 from raytrain.launch.ray.connection import end_own_ray
 from raytrain.launch.ray.own_cluster import lean, lean_imports, token_settings
-from raytrain.loader.decoders import NewProcess
+from raytrain.loader.decoder_processes import NewProcess
 from tests.helpers.azurite import Azurite, azurite
 from tests.helpers.file_by_file import FileByFile, num_processes
 from tests.helpers.google_storage import GoogleStorage, google_storage

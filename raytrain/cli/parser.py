@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
-from raytrain.cli.flags import hints_of_command
+from raytrain.cli.flag_rewrites import hints_of_command
 from raytrain.cli.options_file import read_options_file
 from raytrain.cli.tyro_parser import ALL_HELP, CONFIG_FILE, HELP, Commands, parse_words
 from raytrain.config import TrainConfig

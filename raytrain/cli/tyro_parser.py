@@ -25,7 +25,7 @@ import tyro
 from tyro.conf import FlagCreatePairsOff, Suppress, arg, subcommand
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from raytrain.cli.flags import complete_switches, hints_of_command, join_repeated
+from raytrain.cli.flag_rewrites import complete_switches, hints_of_command, join_repeated
 from raytrain.cli.parse_errors import NONE, as_usage_errors, how_given
 from raytrain.config import SECTIONS, TrainConfig
 from raytrain.config.option_marks import Mark, Synonym

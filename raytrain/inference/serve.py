@@ -1,4 +1,4 @@
-"""Serve a trained network over HTTP."""
+"""``raytrain serve``: checks network and cluster, starts the HTTP server on Ray, and waits until it is stopped."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def serve(
     # The port is tried before Ray starts, which takes seconds.
     with Connection(address, before_start=partial(_check_free, host, port)) as cluster:
         cluster.connect()
-        from raytrain.launch.ray.model_server import serving
+        from raytrain.launch.ray.http_server import serving
         from raytrain.launch.ray.serve_credentials import serving_credentials  # these import Ray
 
         placement = trained.placement(workers, cluster_hardware())

@@ -39,7 +39,7 @@ from raytrain.launch.attached_launch import AttachedCoordinator, AttachedLaunch,
 from raytrain.launch.option_checks import check_options_of_attach
 from raytrain.launch.prepare import TrainRequest, prepare, settle_options
 from raytrain.launch.resumed_options import already_trained
-from raytrain.loader.decoders import NewProcess
+from raytrain.loader.decoder_processes import NewProcess
 from raytrain.loader.machine import gpu_decoder_problem
 from raytrain.loader.process_group import ProcessGroup
 from raytrain.loader.restarting_batches import RestartingBatches, machine_cache, start_decoding

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from raytrain.data.dataset import Dataset
     from raytrain.data.plan.batch_plan import BatchPlan
     from raytrain.storage.store import Store
-    from raytrain.trackers.tracking import NamedTracker
+    from raytrain.trackers.tracker_threads import NamedTracker
     from raytrain.training.run import Run
 
 _log = logging.getLogger("raytrain")

@@ -47,7 +47,7 @@ from raytrain.runs.outcome import Outcome, StopReason, TrainResult, failure_sent
 from raytrain.runs.provenance import record_provenance
 from raytrain.runs.redact import printable, redact
 from raytrain.runs.stored_checkpoints import newest_checkpoint
-from raytrain.trackers.tracking import Tracking
+from raytrain.trackers.tracker_threads import Tracking
 from raytrain.training.script_logging import LoggedRecord, write_record
 
 _log = logging.getLogger(__name__)

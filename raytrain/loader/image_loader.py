@@ -5,8 +5,8 @@ The images reach each process in the same way, and through the same code, as a w
 1. One process lists the images, and the others get its manifest (:func:`_list_together`).
 2. The plan says which samples are in which global batch, and each process has a contiguous slice of it. So all of them
    together read the same batches, whatever their number, and the number of the next step is all of a loader's state.
-3. Processes beside this one fetch and decode (:mod:`raytrain.loader.decoders`), and keep what fits, once for all
-   processes of a machine if these have a process group of torch, otherwise once for each. They are new ones, not
+3. Processes beside this one fetch and decode (:mod:`raytrain.loader.decoder_processes`), and keep what fits, once for
+   all processes of a machine if these have a process group of torch, otherwise once for each. They are new ones, not
    forked: this process may have threads and a GPU in use.
 4. The images are augmented and normalised on the device, with random numbers that belong to a sample and an epoch.
 
@@ -39,7 +39,7 @@ from raytrain.data.images.crop_box import fastest_resizer
 from raytrain.data.labels.part_names import Part
 from raytrain.data.prefetch import Prefetch
 from raytrain.errors import UsageError, did_you_mean
-from raytrain.loader.decoders import NewProcess
+from raytrain.loader.decoder_processes import NewProcess
 from raytrain.loader.machine import gpu_decoder_problem
 from raytrain.loader.process_group import ProcessGroup
 from raytrain.loader.restarting_batches import RestartingBatches, machine_cache, start_decoding

@@ -28,8 +28,8 @@ from raytrain.data.plan.batch_plan import BatchPlan
 from raytrain.data.plan.partition import CacheOrder, Partition, WorkerOrder
 from raytrain.data.plan.permutation import Int64s
 from raytrain.errors import UsageError
-from raytrain.loader.decoders import Decoders, ImageReporter, NewProcess, Report, num_decoders
-from raytrain.loader.image_cache import MACHINE_BLOCK_BYTES, ImageCache
+from raytrain.loader.choose_cache import MACHINE_BLOCK_BYTES, ImageCache
+from raytrain.loader.decoder_processes import Decoders, ImageReporter, NewProcess, Report, num_decoders
 from raytrain.storage.locks import acquire
 from raytrain.storage.retries_and_hedges import take_num_retries
 

@@ -17,8 +17,8 @@ from raytrain.data.blocks import LocalBatch
 from raytrain.data.dataset import Dataset
 from raytrain.data.images.crop_box import fastest_resizer
 from raytrain.data.labels.part_names import Part
-from raytrain.loader.decoders import DecoderKilled, ImageReporter, NewProcess, start_processes
-from raytrain.loader.image_cache import ImageCache, image_cache
+from raytrain.loader.choose_cache import ImageCache, image_cache
+from raytrain.loader.decoder_processes import DecoderKilled, ImageReporter, NewProcess, start_processes
 from raytrain.loader.machine import local_world_size
 from raytrain.loader.machine_batches import MachineBatches
 from raytrain.loader.process_group import ProcessGroup

@@ -2,8 +2,9 @@
 
 They are Python code that draws from the random number generators of a process, so a process cannot run several at
 once. The batches of any source are transformed like this: a batch is cut into pieces, a process gets a piece through
-the memory that it shares with this one (:class:`raytrain.loader.decoders.Decoders`), crops, resizes and transforms it
-there, and the batch is put together again. A few batches are under way at once, so that all processes have work.
+the memory that it shares with this one (:class:`raytrain.loader.decoder_processes.Decoders`), crops, resizes and
+transforms it there, and the batch is put together again. A few batches are under way at once, so that all processes
+have work.
 
 It does not matter where images come from: kept images are transformed in each epoch, too.
 
@@ -33,7 +34,7 @@ from raytrain.data.dataset import training_format
 from raytrain.data.images.crop_box import Pixels
 from raytrain.data.labels.part_names import Part
 from raytrain.data.plan.permutation import Int64s
-from raytrain.loader.decoders import Decoders, Report, num_decoders, start_processes
+from raytrain.loader.decoder_processes import Decoders, Report, num_decoders, start_processes
 from raytrain.runs.metric_row import SkippedImage
 from raytrain.training.batches.user_transforms import UserTransforms, subject
 from raytrain.training.protocols import BatchSource

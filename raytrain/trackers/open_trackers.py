@@ -22,7 +22,7 @@ from raytrain.runs.stored_checkpoints import newest_checkpoint
 from raytrain.runs.stored_rows import read_rows
 from raytrain.storage.open import open_store
 from raytrain.trackers.tracker import TrackedRun, TrackedSweep, Tracker, hyperparams
-from raytrain.trackers.tracking import End, NamedTracker, TrackerThread
+from raytrain.trackers.tracker_threads import End, NamedTracker, TrackerThread
 
 Trackers: TypeAlias = "str | Tracker | Sequence[str | Tracker]"
 """A name of a tracker, an object that is one, or several of these."""

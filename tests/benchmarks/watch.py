@@ -29,7 +29,7 @@ import psutil
 import raytrain
 from raytrain.display.page.server import TOKEN_HEADER, PageServer
 from raytrain.display.page.watched_runs import WatchedRuns
-from raytrain.trackers import tracking
+from raytrain.trackers import tracker_threads
 from tests.benchmarks.report import Check, Figure, Report
 from tests.benchmarks.runner import Bench, Side
 
@@ -78,15 +78,15 @@ def train(images: str, num_watched: int, folder: str) -> dict[str, list[float]]:
     os.environ["MLFLOW_TRACKING_URI"] = f"sqlite:///{folder}/mlflow.db"
     runs = WatchedRuns(folder, ["run"])
     watching = threading.Event()
-    send_rows = tracking.Tracking.update
+    send_rows = tracker_threads.Tracking.update
     with PageServer(runs, port=0) as server, ExitStack() as open_until_end:
         for _ in range(_NUM_VIEWERS):
             open_until_end.enter_context(_viewer(server))
         starts = open_until_end.enter_context(_windows(watching, 2 * num_watched + 1))
         cpu_times = open_until_end.enter_context(_cpu_times())
         # More often than trackers get rows by themselves, so that they are sent in the window that they are of.
-        open_until_end.enter_context(patch.object(tracking, "_MAX_GATHER_S", _SETTLE_S - 1))
-        open_until_end.enter_context(patch.object(tracking.Tracking, "update", _only_if(watching, send_rows)))
+        open_until_end.enter_context(patch.object(tracker_threads, "_MAX_GATHER_S", _SETTLE_S - 1))
+        open_until_end.enter_context(patch.object(tracker_threads.Tracking, "update", _only_if(watching, send_rows)))
         _train(images, folder, _only_if(watching, runs.update), (2 * num_watched + 1) * _WINDOW_S)
     times = np.array(json.loads(Path(folder, "times").read_text()))
     clock, cpu = np.array(cpu_times).T

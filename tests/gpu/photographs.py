@@ -19,7 +19,7 @@ import raytrain
 from raytrain.data.images.crop_box import Cropping, fastest_resizer
 from raytrain.data.images.decode import decode
 from raytrain.data.images.image_format import ImageShape
-from raytrain.loader.decoders import num_decoders
+from raytrain.loader.decoder_processes import num_decoders
 from raytrain.loader.machine import cores, gpu_decoder_problem
 from raytrain.monitor.snapshot import Snapshot
 from raytrain.runs.machine_history import MachineUse

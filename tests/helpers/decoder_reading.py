@@ -14,7 +14,7 @@ from raytrain.data.blocks import Block
 from raytrain.data.images.crop_box import Pixels
 from raytrain.data.plan.permutation import Int64s
 from raytrain.errors import UsageError
-from raytrain.loader.decoders import Decoders, Report, start_processes
+from raytrain.loader.decoder_processes import Decoders, Report, start_processes
 from raytrain.runs.metric_row import SkippedImage
 
 ROWS, ROW_BYTES = 3, 4

@@ -15,7 +15,7 @@ from torch import Tensor
 from raytrain import TrainConfig
 from raytrain.data.dataset import open_dataset
 from raytrain.data.plan.partition import CacheOrder
-from raytrain.loader.image_cache import ImageCache
+from raytrain.loader.choose_cache import ImageCache
 from raytrain.loader.machine_batches import MachineBatches
 from raytrain.loader.transform_processes import transformed
 from raytrain.runs.documents import run_store

@@ -19,7 +19,7 @@ from multiprocessing.process import BaseProcess
 from typing import IO, Any
 
 from raytrain.launch.local.local_launch import AgentProcess
-from raytrain.loader.decoders import NewProcess, serve_worker
+from raytrain.loader.decoder_processes import NewProcess, serve_worker
 from tests.helpers.gloo_processes import forking_context
 
 

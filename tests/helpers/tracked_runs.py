@@ -18,7 +18,7 @@ from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.outcome import TrainResult
 from raytrain.storage.store import Store
 from raytrain.trackers.open_trackers import open_trackers
-from raytrain.trackers.tracking import Tracking
+from raytrain.trackers.tracker_threads import Tracking
 from tests.helpers.snapshots import snapshot, train_result
 from tests.helpers.waiting import wait_for
 

@@ -318,7 +318,7 @@ def decoding_processes() -> set[psutil.Process]:
     found: set[psutil.Process] = set()
     for each in psutil.Process().children():
         with suppress(psutil.NoSuchProcess):
-            if "raytrain.loader.decoders" in " ".join(each.cmdline()):
+            if "raytrain.loader.decoder_processes" in " ".join(each.cmdline()):
                 found.add(each)
     return found
 
@@ -458,7 +458,7 @@ def test_processes_that_cannot_talk_divide_the_memory_of_their_machine(
     images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     needed_bytes = 90 * 12 * 12 * 3
-    monkeypatch.setattr("raytrain.loader.image_cache.image_memory", lambda: (str(tmp_path), 3 * needed_bytes))
+    monkeypatch.setattr("raytrain.loader.choose_cache.image_memory", lambda: (str(tmp_path), 3 * needed_bytes))
     for number, fits in ((3, True), (4, False)):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(number))
         (loader,) = loaders(images, 1, cache="memory")

@@ -154,7 +154,7 @@ def test_an_answer_without_a_class_is_refused_before_a_cluster_starts(
 def test_the_answer_of_this_machine_does_not_come_through_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
     import ray
 
-    from raytrain.launch.ray import model_server
+    from raytrain.launch.ray import http_server
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -168,7 +168,7 @@ def test_the_answer_of_this_machine_does_not_come_through_a_proxy(monkeypatch: p
     with HTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}/run"
-        assert model_server.wait_until_loaded("127.0.0.1", server.server_port, "run", StopSignals()) == url
+        assert http_server.wait_until_loaded("127.0.0.1", server.server_port, "run", StopSignals()) == url
         server.shutdown()
 
 
@@ -177,7 +177,7 @@ def test_the_wait_for_a_network_is_told_once_and_ended_by_a_stop_request(
 ) -> None:
     import ray
 
-    from raytrain.launch.ray import model_server
+    from raytrain.launch.ray import http_server
 
     asked: list[str] = []
     signals = StopSignals()
@@ -193,7 +193,7 @@ def test_the_wait_for_a_network_is_told_once_and_ended_by_a_stop_request(
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="127.0.0.1:1"))
     with HTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-        url = model_server.wait_until_loaded("127.0.0.1", server.server_port, "run", signals)
+        url = http_server.wait_until_loaded("127.0.0.1", server.server_port, "run", signals)
         server.shutdown()
     assert asked == ["/run"] * 3
     assert caplog.messages == [f"loading the network of run; until then, {url} answers 503 …"]
@@ -202,7 +202,7 @@ def test_the_wait_for_a_network_is_told_once_and_ended_by_a_stop_request(
 def test_a_replica_that_dies_while_it_loads_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     import ray
 
-    from raytrain.launch.ray import model_server
+    from raytrain.launch.ray import http_server
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -215,7 +215,7 @@ def test_a_replica_that_dies_while_it_loads_is_a_sentence(monkeypatch: pytest.Mo
     with HTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         with pytest.raises(UsageError, match=sentence):
-            model_server.wait_until_loaded("127.0.0.1", server.server_port, "run", StopSignals())
+            http_server.wait_until_loaded("127.0.0.1", server.server_port, "run", StopSignals())
         server.shutdown()
 
 
@@ -275,7 +275,7 @@ class StoppedSignals(StopSignals):
 def test_what_a_killed_command_has_served_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     from ray import serve
 
-    from raytrain.launch.ray import model_server
+    from raytrain.launch.ray import http_server
 
     applications: dict[str, Any] = {}
 
@@ -291,14 +291,14 @@ def test_what_a_killed_command_has_served_is_replaced(monkeypatch: pytest.Monkey
         RunTarget=serve.RunTarget,
         delete=lambda name: applications.pop(name, None),
     )
-    monkeypatch.setattr(model_server, "serve", served_here)
-    monkeypatch.setattr(model_server, "check_guarded", lambda host: None)
-    monkeypatch.setattr(model_server, "wait_until_loaded", lambda host, port, run, signals: f"/{run}")
+    monkeypatch.setattr(http_server, "serve", served_here)
+    monkeypatch.setattr(http_server, "check_guarded", lambda host: None)
+    monkeypatch.setattr(http_server, "wait_until_loaded", lambda host, port, run, signals: f"/{run}")
     placement: Any = SimpleNamespace(num_workers=1, cpus=1.0, device="cpu", threads=1)
 
     def served_run(name: str, url: str) -> Any:
         model: Any = SimpleNamespace(run=name, store=SimpleNamespace(url=url))
-        return model_server.serving(model, placement, "127.0.0.1", 8000, StopSignals())
+        return http_server.serving(model, placement, "127.0.0.1", 8000, StopSignals())
 
     killed = served_run("first", "s3://mine/first")
     killed.__enter__()  # and its command comes to no end of its own
@@ -314,14 +314,14 @@ def test_what_a_killed_command_has_served_is_replaced(monkeypatch: pytest.Monkey
 
 
 def test_a_replica_holds_files_up_to_a_limit_and_then_says_try_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    from raytrain.launch.ray import model_server
+    from raytrain.launch.ray import http_server
 
     def decode(file: bytes, *_: object) -> int:
         return len(file)
 
-    monkeypatch.setattr(model_server, "MAX_HELD_BYTES", 100)
-    monkeypatch.setattr(model_server, "DecodeProcess", lambda shape: SimpleNamespace(decode=decode))
-    replica = model_server.Replica(served(lambda *_: None), 1)
+    monkeypatch.setattr(http_server, "MAX_HELD_BYTES", 100)
+    monkeypatch.setattr(http_server, "DecodeProcess", lambda shape: SimpleNamespace(decode=decode))
+    replica = http_server.Replica(served(lambda *_: None), 1)
     # Ray refuses to gather images in a process that is no replica of Serve.
     monkeypatch.setattr(replica, "_classify", lambda size: asyncio.sleep(0, {"size": size}))
     wait_until_loaded(replica)
@@ -357,7 +357,7 @@ def wait_until_loaded(replica: Any) -> None:
 
 
 def test_a_replica_answers_while_it_loads_and_says_why_it_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
-    from raytrain.launch.ray import model_server
+    from raytrain.launch.ray import http_server
 
     loading = threading.Event()
 
@@ -365,7 +365,7 @@ def test_a_replica_answers_while_it_loads_and_says_why_it_cannot(monkeypatch: py
         loading.wait()
         raise UsageError("the weights are damaged.")
 
-    replica = model_server.Replica(served(load), 1)
+    replica = http_server.Replica(served(load), 1)
 
     async def scenario() -> None:
         early = await replica(posted(b"x"))
@@ -385,7 +385,7 @@ def test_a_replica_answers_while_it_loads_and_says_why_it_cannot(monkeypatch: py
 
 @pytest.mark.parametrize("boundary", ["xyz", '"xyz"'])
 def test_the_file_of_a_form_is_taken_byte_for_byte(boundary: str) -> None:
-    from raytrain.launch.ray import model_server
+    from raytrain.launch.ray import http_server
 
     content = bytes(range(256)) + b"\r\n\r\n--xy\r\n"
     field = b'--xyz\r\nContent-Disposition: form-data; name="filename"\r\n\r\nhello\r\n'  # a text, whatever its name
@@ -393,43 +393,43 @@ def test_the_file_of_a_form_is_taken_byte_for_byte(boundary: str) -> None:
         b'--xyz\r\nContent-Disposition: form-data; name="file"; filename="a.png"\r\n\r\n' + content + b"\r\n--xyz--\r\n"
     )
     kind = f"multipart/form-data; boundary={boundary}"
-    assert model_server.posted_file(kind, field + file) == content
-    assert model_server.posted_file("image/png", file) == file
-    with pytest.raises(model_server.RefusedRequest, match="the form has no file"):
-        model_server.posted_file(kind, field + b"--xyz--")
-    with pytest.raises(model_server.RefusedRequest, match="the form has 2 files; send each in a request of its own"):
-        model_server.posted_file(kind, file.removesuffix(b"--xyz--\r\n") + file)
+    assert http_server.posted_file(kind, field + file) == content
+    assert http_server.posted_file("image/png", file) == file
+    with pytest.raises(http_server.RefusedRequest, match="the form has no file"):
+        http_server.posted_file(kind, field + b"--xyz--")
+    with pytest.raises(http_server.RefusedRequest, match="the form has 2 files; send each in a request of its own"):
+        http_server.posted_file(kind, file.removesuffix(b"--xyz--\r\n") + file)
     nothing = b'--xyz\r\nContent-Disposition: form-data; name="other"; filename=""\r\n\r\n\r\n'
-    assert model_server.posted_file(kind, nothing + file) == content
+    assert http_server.posted_file(kind, nothing + file) == content
 
 
 def test_a_form_with_its_file_after_many_parts_is_refused_and_headers_have_a_limit() -> None:
-    from raytrain.launch.ray import model_server
+    from raytrain.launch.ray import http_server
 
     kind = "multipart/form-data; boundary=a"
     file = b'--a\r\nContent-Disposition: form-data; name="file"; filename="a.png"\r\n\r\npixels\r\n--a--\r\n'
-    assert model_server.posted_file(kind, b"--a\r\n\r\n1\r\n" * 63 + file) == b"pixels"
-    with pytest.raises(model_server.RefusedRequest, match="no file in its first 64 parts; send the file first"):
-        model_server.posted_file(kind, b"--a\r\n\r\n1\r\n" * 64 + file)
-    with pytest.raises(model_server.RefusedRequest, match="the form has no file"):
-        model_server.posted_file(kind, b"--a\r\n" + b"x" * (9 << 10) + file[5:])
+    assert http_server.posted_file(kind, b"--a\r\n\r\n1\r\n" * 63 + file) == b"pixels"
+    with pytest.raises(http_server.RefusedRequest, match="no file in its first 64 parts; send the file first"):
+        http_server.posted_file(kind, b"--a\r\n\r\n1\r\n" * 64 + file)
+    with pytest.raises(http_server.RefusedRequest, match="the form has no file"):
+        http_server.posted_file(kind, b"--a\r\n" + b"x" * (9 << 10) + file[5:])
     # A boundary counts at the beginning of a line only.
-    with pytest.raises(model_server.RefusedRequest, match="the form has no file"):
-        model_server.posted_file(kind, b"--axy" * 1000)
+    with pytest.raises(http_server.RefusedRequest, match="the form has no file"):
+        http_server.posted_file(kind, b"--axy" * 1000)
 
 
 def test_the_file_of_a_form_is_looked_for_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    from raytrain.launch.ray import model_server
+    from raytrain.launch.ray import http_server
 
     threads: list[threading.Thread] = []
 
     def look(content_type: str, body: bytes) -> bytes:
         threads.append(threading.current_thread())
-        raise model_server.RefusedRequest(400, "the form has no file")
+        raise http_server.RefusedRequest(400, "the form has no file")
 
-    monkeypatch.setattr(model_server, "posted_file", look)
-    monkeypatch.setattr(model_server, "DecodeProcess", lambda shape: None)
-    replica = model_server.Replica(served(lambda *_: None), 1)
+    monkeypatch.setattr(http_server, "posted_file", look)
+    monkeypatch.setattr(http_server, "DecodeProcess", lambda shape: None)
+    replica = http_server.Replica(served(lambda *_: None), 1)
     wait_until_loaded(replica)
     assert asyncio.run(replica(posted(b"x"))).status_code == 400
     assert threads and threading.main_thread() not in threads
@@ -455,13 +455,13 @@ def test_the_file_of_a_form_is_looked_for_beside_the_event_loop(monkeypatch: pyt
 def test_on_loopback_only_this_machine_by_its_own_names_is_answered(
     serves_at: str, host: str, status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from raytrain.launch.ray import model_server
+    from raytrain.launch.ray import http_server
 
-    monkeypatch.setattr(model_server, "DecodeProcess", lambda shape: None)
-    monkeypatch.setattr(model_server.ray.util, "get_node_ip_address", lambda: "192.0.2.2")
-    monkeypatch.setattr(model_server, "bind_replica", lambda address: None)
-    local_host = serves_at if model_server.listens_on_loopback(serves_at) else None
-    replica = model_server.Replica(served(lambda *_: None), 1, local_host)
+    monkeypatch.setattr(http_server, "DecodeProcess", lambda shape: None)
+    monkeypatch.setattr(http_server.ray.util, "get_node_ip_address", lambda: "192.0.2.2")
+    monkeypatch.setattr(http_server, "bind_replica", lambda address: None)
+    local_host = serves_at if http_server.listens_on_loopback(serves_at) else None
+    replica = http_server.Replica(served(lambda *_: None), 1, local_host)
     for method in ("GET", "POST") if status == 403 else ("GET",):
         answer = asyncio.run(replica(posted(b"", method=method, headers={"host": host, "accept": "text/html"})))
         assert answer.status_code == status
@@ -472,12 +472,12 @@ def test_a_ray_whose_replicas_unpickle_before_they_ask_for_the_token_is_refused(
 ) -> None:
     from ray.serve._private import replica
 
-    from raytrain.launch.ray import model_server
+    from raytrain.launch.ray import http_server
 
-    model_server.check_guarded("127.0.0.1")
+    http_server.check_guarded("127.0.0.1")
     monkeypatch.delattr(replica, "create_grpc_server_with_interceptors")
     with pytest.raises(UsageError, match=r"^Ray [\d.]+ cannot be used by raytrain serve: .* install Ray 2\.60 or"):
-        model_server.check_guarded("127.0.0.1")
+        http_server.check_guarded("127.0.0.1")
 
 
 @pytest.mark.parametrize(
@@ -493,18 +493,18 @@ def test_a_ray_whose_replicas_unpickle_before_they_ask_for_the_token_is_refused(
 def test_a_cluster_without_a_token_serves_on_loopback_only(
     host: str, address: str, has_token: bool, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from raytrain.launch.ray import model_server
+    from raytrain.launch.ray import http_server
 
     node = SimpleNamespace(address=address)
     on_each = lambda function, timeout_s: (SimpleNamespace(node=node, result=function(node), error=None),)  # noqa: E731
-    monkeypatch.setattr(model_server, "run_on_each_node", on_each)
-    monkeypatch.setattr(model_server, "asks_for_token", lambda: has_token)
-    monkeypatch.setattr(model_server.ray.util, "get_node_ip_address", lambda: address)
+    monkeypatch.setattr(http_server, "run_on_each_node", on_each)
+    monkeypatch.setattr(http_server, "asks_for_token", lambda: has_token)
+    monkeypatch.setattr(http_server.ray.util, "get_node_ip_address", lambda: address)
     if not refused:
-        model_server.check_guarded(host)
+        http_server.check_guarded(host)
         return
     with pytest.raises(UsageError, match=rf"^--host is {host}, and the Ray of the node {address} asks for no token"):
-        model_server.check_guarded(host)
+        http_server.check_guarded(host)
 
 
 def posted(

@@ -31,7 +31,7 @@ from raytrain.errors import UsageError
 from raytrain.launch import option_checks, prepare
 from raytrain.launch.resumed_options import resumed_options
 from raytrain.loader import machine
-from raytrain.loader.image_cache import choose_cache
+from raytrain.loader.choose_cache import choose_cache
 from raytrain.loader.machine_batches import SharedBlocks
 from raytrain.recipes import custom
 from raytrain.runs.logs import STARTUP

@@ -26,8 +26,7 @@ from raytrain.data.images.image_format import ImageFormat, ImageShape
 from raytrain.data.labels.folders import build_manifest
 from raytrain.data.shards import assign_shards, packed_manifest, shard_path
 from raytrain.demo.s3_server import S3Server
-from raytrain.loader import image_cache
-from raytrain.loader.image_cache import ImageCache, choose_cache
+from raytrain.loader.choose_cache import ImageCache, choose_cache
 from raytrain.storage import locks
 from raytrain.storage.disk_cache import DiskCache, kept_bytes
 from raytrain.storage.open import open_store
@@ -260,7 +259,7 @@ def test_a_disk_that_cannot_be_used_is_told_at_the_start(
         choice(url, cache="disk", cache_folder=str(tmp_path / "file"))
     with pytest.raises(UsageError, match=r"--cache is auto, and .*file cannot be written"):
         choice(url, cache_folder=str(tmp_path / "file"))
-    monkeypatch.setattr(image_cache, "usable_bytes", lambda folder: -1)
+    monkeypatch.setattr("raytrain.loader.choose_cache.usable_bytes", lambda folder: -1)
     with pytest.raises(UsageError, match=r"has 0\.0 GB to spare; make room there, or name another --cache-folder"):
         choice(url, cache="disk", cache_folder=str(tmp_path))
     monkeypatch.setattr(os, "getuid", lambda: 12345)

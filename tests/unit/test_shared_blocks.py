@@ -125,7 +125,7 @@ DRIVER = """
 import sys
 from contextlib import ExitStack
 from raytrain.data.dataset import open_dataset
-from raytrain.loader.image_cache import image_cache
+from raytrain.loader.choose_cache import image_cache
 from raytrain.runs.documents import run_store
 from tests.helpers.small_runs import config
 

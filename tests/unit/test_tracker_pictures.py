@@ -16,10 +16,10 @@ import raytrain
 from raytrain.runs.documents import EVALUATION, run_store, write_config, write_json
 from raytrain.runs.status import RunStatus, write_status
 from raytrain.storage.store import Store
-from raytrain.trackers import tracking as tracker_thread
+from raytrain.trackers import tracker_threads
 from raytrain.trackers.open_trackers import open_trackers
 from raytrain.trackers.pictures import confusion_matrix, contact_sheet, cut_middle, read_pictures
-from raytrain.trackers.tracking import Tracking
+from raytrain.trackers.tracker_threads import Tracking
 from tests.helpers.stored_evaluation import HOSTILE_NAME, evaluation, png_url
 from tests.helpers.tracked_runs import Recorder, evaluation_row, options, result, snapshot, step_rows, tracked
 
@@ -62,7 +62,7 @@ def test_the_images_of_the_last_evaluation_are_sent_once(store: Store) -> None:
 def test_the_images_of_an_evaluation_are_sent_while_the_run_trains(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tracker_thread, "GATHER_S", 0.01)
+    monkeypatch.setattr(tracker_threads, "GATHER_S", 0.01)
     looker = Looker()
     tracking = Tracking(open_trackers([looker]))
     tracking.begin(options(), store, print)

@@ -20,7 +20,7 @@ from raytrain.data.blocks import LocalBatch
 from raytrain.data.labels.part_names import Part
 from raytrain.data.plan.batch_plan import GlobalBatch
 from raytrain.errors import UsageError
-from raytrain.loader import decoders, transform_processes
+from raytrain.loader import decoder_processes, transform_processes
 from raytrain.loader.transform_processes import TransformedBatches, transformed
 from raytrain.training.batches.user_transforms import UserTransforms
 
@@ -101,7 +101,7 @@ def test_several_processes_give_what_one_gives() -> None:
 def test_the_process_that_trains_transforms_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     # There are as many processes as cores, and two are wanted on any machine.
     monkeypatch.setattr(transform_processes, "num_decoders", lambda: 2)
-    monkeypatch.setattr(decoders, "num_decoders", lambda: 2)
+    monkeypatch.setattr(decoder_processes, "num_decoders", lambda: 2)
     with transformed(Batches(), config(cache_side=1.25, random_resized_crop=True), stamped) as source:
         pixels = np.concatenate([local.images[:, 0, 0] for local in source.train(0) if len(local.images)])
     processes = {int(high) << 16 | int(middle) << 8 | int(low) for high, middle, low in pixels}

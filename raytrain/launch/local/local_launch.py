@@ -23,7 +23,7 @@ from raytrain.launch.debugger import terminal_of_command
 from raytrain.launch.local.coordinator_socket import CallAddress, CallServer, calls_of_workers
 from raytrain.launch.placement import machine_hardware, place
 from raytrain.launch.prepare import PreparedRun
-from raytrain.loader.image_cache import ImageCache, image_cache, keeps_shared
+from raytrain.loader.choose_cache import ImageCache, image_cache, keeps_shared
 from raytrain.loader.machine import image_memory
 from raytrain.monitor.events import Note, WorkerFailed
 from raytrain.monitor.monitor import RunMonitor

@@ -22,7 +22,7 @@ from raytrain.launch.ray.feed.streaming import FeederHandle, Stream, start_feede
 from raytrain.launch.ray.head_queries import raylet_answers
 from raytrain.launch.ray.nodes import cluster_hardware
 from raytrain.launch.ray.ray_errors import LOST_ACTOR
-from raytrain.loader.image_cache import choose_cache, keeps_shared
+from raytrain.loader.choose_cache import choose_cache, keeps_shared
 from raytrain.monitor.snapshot import START, Snapshot
 from raytrain.runs.metric_row import SkippedImage
 from raytrain.runs.outcome import EndStatus

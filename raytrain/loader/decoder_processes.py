@@ -107,7 +107,7 @@ class NewProcess:
         # In a notebook and at a prompt, an empty name stands for the current folder, which may have the user's modules.
         path = os.pathsep.join(folder or current_folder() for folder in sys.path)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "raytrain.loader.decoders", str(theirs.fileno()), *imports],
+            [sys.executable, "-m", "raytrain.loader.decoder_processes", str(theirs.fileno()), *imports],
             pass_fds=[theirs.fileno()],
             start_new_session=True,  # a Ctrl-C in the terminal is for the worker alone
             env={**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"},

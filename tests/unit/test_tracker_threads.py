@@ -22,7 +22,7 @@ from raytrain.storage.store import Store
 from raytrain.trackers import open_trackers as rooms
 from raytrain.trackers.open_trackers import open_trackers
 from raytrain.trackers.tracker import TrackedRun, Tracker, hyperparams, metric_name, row_metrics
-from raytrain.trackers.tracking import TrackerThread, Tracking, gather_s
+from raytrain.trackers.tracker_threads import TrackerThread, Tracking, gather_s
 from tests.helpers.tracked_runs import Recorder, evaluation_row, options, result, snapshot, step_rows, tracked
 
 

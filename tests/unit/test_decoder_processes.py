@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from raytrain.errors import UsageError
-from raytrain.loader.decoders import DecoderKilled
+from raytrain.loader.decoder_processes import DecoderKilled
 from raytrain.runs.metric_row import SkippedImage
 from tests.helpers.decoder_reading import (
     COUNTS_PAGES,
