@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -44,6 +45,13 @@ class Series:
         finite = np.isfinite(ys)
         return xs[finite], ys[finite].clip(-_LARGEST, _LARGEST)
 
+    def last_value(self) -> str:
+        """Return the last value for a legend: a dash without one, and if it is not finite, as after a divergence."""
+        last = self.ys[-1] if len(self.ys) else None
+        if last is None or not math.isfinite(last):
+            return UNKNOWN
+        return format_optional(float(last), _format(last, ".3f"))
+
 
 @dataclass
 class Plot:
@@ -68,10 +76,13 @@ class Plot:
         width = max(4, options.max_width - _AXIS_WIDTH - 1)
 
         # The title, and at its right or below the plot the name and last value of each series.
-        last = [format_last(ys[-1]) if len(ys) else UNKNOWN for _, _, ys in self._points]
         names = [
-            Text(f"{series.mark or '━'} {series.label} {value}", style=f"not bold {series.style}", overflow="fold")
-            for series, value in zip(self.series, last, strict=True)
+            Text(
+                f"{series.mark or '━'} {series.label} {series.last_value()}",
+                style=f"not bold {series.style}",
+                overflow="fold",
+            )
+            for series in self.series
         ]
         heading = Text(f"{self.title:>{_AXIS_WIDTH}}", style="bold", no_wrap=True, overflow="ellipsis")
         if self.legend == "below":
@@ -203,11 +214,6 @@ def _line_cells(columns: Floats, rows: Floats, height: int, width: int) -> NDArr
         for dot in range(min(y, before), max(y, before) + 1):
             cells[dot // 4, x // 2] |= _DOTS[dot % 4, x % 2]
     return cells
-
-
-def format_last(value: float) -> str:
-    """Return the last value of a series, as its legend shows it."""
-    return format_optional(float(value), _format(value, ".3f"))
 
 
 def _number(value: float) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 from rich.console import RenderableType
 from rich.table import Table
 
-from raytrain.display.braille_plot import Plot, Series, format_last
+from raytrain.display.braille_plot import Plot, Series
 from raytrain.display.console import format_duration, metric_label, run_styles
 from raytrain.errors import UsageError
 from raytrain.runs.metric_row import Kind, MetricRow
@@ -154,8 +154,8 @@ def _run_comparison(records: Sequence[RunRecord], labels: Sequence[str]) -> list
 
 
 def _series(label: str, style: str, rows: Sequence[MetricRow], kind: Kind, metric: str) -> Series:
-    """Return the values of a ``metric`` in the rows of one ``kind`` over their steps, to be drawn as one line."""
-    rows = [row for row in rows if row.kind == kind]
+    """Return the values of a ``metric`` in the rows of one ``kind`` that have it over their steps, to be one line."""
+    rows = [row for row in rows if row.kind == kind and (metric in row.metrics or row.value(metric) is not None)]
     return Series(label, style, [row.step for row in rows], [row.value(metric) for row in rows])
 
 
@@ -188,7 +188,7 @@ def _draw(figure: Figure, plots: Sequence[Plot]) -> list[Axes]:
 
             # A single run has one colour for training and one for evaluations; several runs have a colour each.
             if plot.legend == "title":
-                style: dict[str, Any] = {"label": f"{series.label} {format_last(values[-1])}", "color": _COLORS[number]}
+                style: dict[str, Any] = {"label": f"{series.label} {series.last_value()}", "color": _COLORS[number]}
             else:
                 style = {"label": series.label, "color": f"C{number % 10}", "linestyle": _DASHES[number // 10 % 3]}
             marker = "o" if len(steps) <= _MAX_DOTS else None

@@ -470,6 +470,18 @@ def test_a_smoothed_curve_has_the_measured_value_beside_its_name(visit: Visit, t
         expect(page.locator("figure.chart", has_text="Training loss").locator("b")).to_have_text(["0.5", "0.5"])
 
 
+def test_a_loss_that_has_diverged_has_no_last_value(visit: Visit, tmp_path: Path) -> None:
+    for name in ("rates-00", "rates-01"):
+        losses = (8.0, 4.0, math.nan if name == "rates-01" else 2.0)
+        store_run(tmp_path, name, [step_row(step, loss=loss) for step, loss in enumerate(losses, start=1)])
+    with page_of(tmp_path, "rates-01") as server:
+        loss = visit(server.url).locator("figure.chart", has_text="Loss").first.locator("b")
+        expect(loss).to_have_text("–")
+    with page_of(tmp_path, "rates-00", "rates-01") as server:
+        losses = visit(server.url).locator("figure.chart", has_text="Training loss").locator("b")
+        expect(losses).to_have_text(["2", "–"])
+
+
 def test_all_charts_of_a_run_have_the_same_steps(visit: Visit, tmp_path: Path) -> None:
     steps = [step_row(step, loss=1 / step) for step in range(1, 41)]
     store_run(tmp_path, "run", [*steps, *(evaluation_row(step, accuracy=0.5) for step in (39, 40))])

@@ -95,6 +95,13 @@ def test_a_run_with_an_incomplete_history_can_be_drawn(tmp_path: Path) -> None:
         curve_figure(replace(short, metrics=[]))
 
 
+def test_the_legend_of_a_loss_that_has_diverged_has_no_last_value() -> None:
+    short = record("first")
+    lost = replace(short.metrics[-2], step=81, metrics={"loss": None, "accuracy": 0.5})
+    figure = curve_figure(replace(short, metrics=[*short.metrics, lost]))
+    assert [drawn(axes)[0][0] for axes in figure.axes[:2]] == ["train –", "train 0.500"]
+
+
 def test_a_run_that_was_only_evaluated_before_its_first_step_can_be_drawn(tmp_path: Path) -> None:
     row = MetricRow(kind="evaluation", step=0, epoch=1, elapsed_s=1.0, metrics={"accuracy": 0.1})
     figure = curve_figure(finished("first", [row]))

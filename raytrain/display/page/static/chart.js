@@ -1,7 +1,7 @@
 // One chart: some lines, bands and points over the steps or the time, with zoom, hover values and a logarithmic scale.
 
 import { align } from "./curves.js";
-import { el, fill, formatDuration, formatNumber, formatRate } from "./format.js";
+import { UNKNOWN, el, fill, formatDuration, formatNumber, formatRate } from "./format.js";
 
 /* global uPlot */
 
@@ -42,7 +42,7 @@ export class Chart {
   /**
    * Show `series`: objects with `label`, `x`, `y`, `color` (a CSS variable), and perhaps `width`, `alpha`, `points`,
    * `low` and `high` (a band), `quiet` (without a value in the heading), `measured` (what the heading says in place of a
-   * smoothed `y`), `dash`. `range` is the visible part, or null:
+   * smoothed `y`), `dash`, `lost` (the last value is no number, as after a divergence). `range` is the visible part, or null:
    * then `whole` is seen, the ends of the x axis, by default those of the series.
    */
   show(series, { axis = "step", range = null, whole = null } = {}) {
@@ -171,8 +171,9 @@ export class Chart {
     const parts = this.series.flatMap((one, number) => {
       if (one.quiet) return [];
       const column = this.measured[number];
+      const isLost = index == null && one.lost;
       const value = nearest(column, index ?? column.length - 1);
-      return value == null ? [] : [el("span", {}, swatch(one.label ? one.color : null), one.label ? el("span", { class: "label" }, one.label) : null, el("b", {}, this.format(value)))];
+      return value == null && !isLost ? [] : [el("span", {}, swatch(one.label ? one.color : null), one.label ? el("span", { class: "label" }, one.label) : null, el("b", {}, isLost ? UNKNOWN : this.format(value)))];
     });
     const x = index == null ? null : this.plot.data[0][index];
     const where = x == null ? null : el("span", { class: "where" }, PLACES[this.axis](x));

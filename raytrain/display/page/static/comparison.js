@@ -1,7 +1,7 @@
 // Several runs side by side: their curves in one chart, a table, and parallel coordinates of what differs.
 
 import { Chart, swatch } from "./chart.js";
-import { smooth } from "./curves.js";
+import { isLost, smooth } from "./curves.js";
 import { bestOf, el, fill, formatDollars, formatMetric, formatNumber, formatOption } from "./format.js";
 import { ParallelCoordinates } from "./parallel_coordinates.js";
 
@@ -98,7 +98,7 @@ export class Comparison {
       if (!curve) return [];
       const y = kind === "step" ? smooth(curves.step, curve.mean, 0.5) : curve.mean;
       const faded = this.selected && this.selected !== name;
-      return [{ label: name, x: curves.step, y, measured: curve.mean, color, points: kind === "evaluation", alpha: faded ? 0.25 : 1, width: this.selected === name ? 3 : 1.5 }];
+      return [{ label: name, x: curves.step, y, measured: curve.mean, lost: isLost(kind === "step" ? view.state.latest : view.state.evaluation, metric), color, points: kind === "evaluation", alpha: faded ? 0.25 : 1, width: this.selected === name ? 3 : 1.5 }];
     });
   }
 

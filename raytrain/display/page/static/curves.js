@@ -47,6 +47,11 @@ function extend(curve, kept, added, count) {
   }
 }
 
+/** True if a row has measured a metric, but as no number: its loss has diverged. */
+export function isLost(row, name) {
+  return row != null && name in row && row[name] == null;
+}
+
 /**
  * An exponential moving average over the steps, whatever their distance. `strength` is 0 (none) to 1: the fraction of
  * the visible steps that it averages over, at most a tenth of them.

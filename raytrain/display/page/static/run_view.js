@@ -1,7 +1,7 @@
 // The page of one run: heading, progress, stop, curves, and what the last evaluation showed.
 
 import { Chart } from "./chart.js";
-import { Curves, smooth } from "./curves.js";
+import { Curves, isLost, smooth } from "./curves.js";
 import { evaluationView, suspiciousView } from "./evaluation_view.js";
 import { el, fill, formatClock, formatDate, formatDollars, formatDuration, formatModel, formatNumber, formatOption, formatPercent, formatRate, printable } from "./format.js";
 import { MachineCurves, machineTable } from "./machines.js";
@@ -226,9 +226,10 @@ export class RunView {
       const band = train.low.some((low, i) => low !== train.high[i]) ? { low: train.low, high: train.high } : {};
       series.push({ label: "train", x, y: train.mean, color: COLORS.train, ...band, ...(averaged ? { quiet: true, alpha: 0.3, width: 1 } : {}) });
       if (averaged) series.push({ label: "train", x, y: smooth(step.step, train.mean, this.strength), measured: train.mean, color: COLORS.train });
+      series.at(-1).lost = !this.zoomed && isLost(this.state.latest, name);
     }
     if (validation?.mean.some((value) => value != null)) {
-      series.push({ label: "validation", x: evaluation.x(this.axis), y: validation.mean, color: COLORS.validation, points: true });
+      series.push({ label: "validation", x: evaluation.x(this.axis), y: validation.mean, color: COLORS.validation, points: true, lost: !this.zoomed && isLost(this.state.evaluation, name) });
     }
     if (name === "loss" && this.axis === "rate" && this.suggestion?.rate) {
       series.push({ label: `suggested ${formatRate(this.suggestion.rate)}`, x: [this.suggestion.rate], y: [lossAt(step, this.suggestion.rate, this.strength)], color: COLORS.validation, points: true });
