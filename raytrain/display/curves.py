@@ -192,7 +192,9 @@ def _draw(figure: Figure, plots: Sequence[Plot]) -> list[Axes]:
             else:
                 style = {"label": series.label, "color": f"C{number % 10}", "linestyle": _DASHES[number // 10 % 3]}
             marker = "o" if len(steps) <= _MAX_DOTS else None
-            panel.plot(steps, values, linewidth=1.4, marker=marker, markersize=3.5, zorder=2 + number, **style)
+            # A point at the end of an axis, as of the last step, is drawn whole.
+            style |= {"linewidth": 1.4, "marker": marker, "markersize": 3.5, "zorder": 2 + number}
+            panel.plot(steps, values, clip_on=False, **style)
     panels[-1].set_xlabel("step")
     whole_ticks(panels[-1])
     panels[-1].xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))

@@ -95,6 +95,15 @@ def test_a_run_with_an_incomplete_history_can_be_drawn(tmp_path: Path) -> None:
         curve_figure(replace(short, metrics=[]))
 
 
+def test_points_at_the_edge_of_the_axes_are_drawn_whole() -> None:
+    short = record("first")
+    figure = curve_figure(replace(short, metrics=short.metrics[:4]))
+    figure.canvas.draw()
+    (line,) = figure.axes[0].get_lines()[:1]
+    assert line.get_xdata()[-1] == figure.axes[0].get_xlim()[1]  # pyright: ignore
+    assert not line.get_clip_on()
+
+
 def test_the_legend_of_a_loss_that_has_diverged_has_no_last_value() -> None:
     short = record("first")
     lost = replace(short.metrics[-2], step=81, metrics={"loss": None, "accuracy": 0.5})
