@@ -50,7 +50,7 @@ class Series:
         last = self.ys[-1] if len(self.ys) else None
         if last is None or not math.isfinite(last):
             return UNKNOWN
-        return format_optional(float(last), _format(last, ".3f"))
+        return format_optional(float(last), _format(last, ".3f" if abs(last) < 10 else ".1f"))
 
 
 @dataclass

@@ -338,6 +338,12 @@ def test_values_of_any_size_are_drawn_and_named_in_a_few_letters(values: list[fl
     assert max(map(len, re.findall(r"[\d,.e+-]+", drawn))) <= 9
 
 
+@pytest.mark.parametrize(("value", "shown"), [(0.25, "0.250"), (46.9, "46.9"), (46_900.0, "46,900")])
+def test_legends_have_as_many_digits_as_are_worth_reading(value: float, shown: str) -> None:
+    seen = text(Plot("images/s", [Series("measured", "cyan", [1, 2], [1.0, value])]))
+    assert seen.splitlines()[0].endswith(f"measured {shown}")
+
+
 def test_an_outlier_does_not_flatten_a_plot_and_a_lone_point_is_drawn() -> None:
     ys = [1.0 + 0.01 * step for step in range(40)]
     plain = text(Plot("loss", [Series("train", "cyan", list(range(40)), ys)]))
