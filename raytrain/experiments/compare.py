@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from raytrain.config.option_values import Location
 from raytrain.config.options import options_with
 from raytrain.errors import UsageError, shell_command
 from raytrain.experiments.best_metric import best_metric_of
+from raytrain.experiments.scaling import images_per_s
 from raytrain.experiments.trials import names_of
 from raytrain.runs.documents import CONFIG, run_store
 from raytrain.runs.metric_row import MetricRow, own_metrics
@@ -29,7 +29,8 @@ class ComparedRun:
 
     ``options`` has only those in which the runs differ. ``best_value`` is the best value of the metric of ``--best``,
     ``best_metric``, in any evaluation; ``validation_accuracy`` and ``validation_loss`` are from the last one. ``loss``
-    is that of the last row of training steps, ``images_per_s`` the median over all of these rows, ``seconds`` the time
+    is that of the last row of training steps, ``images_per_s`` the median after the first
+    tenth of the steps, as in a sweep, ``seconds`` the time
     of all attempts so far, start-ups included, and ``skipped`` the number of images that could not be used.
     """
 
@@ -100,7 +101,6 @@ def compare_records(records: Sequence[RunRecord]) -> list[ComparedRun]:
         # Everything is read from the history, because a run that still trains has no summary.
         rows = record.metrics
         evaluation, training = last_row(rows, "evaluation"), last_row(rows, "step")
-        speeds = [row.images_per_s for row in rows if row.kind == "step" and row.images_per_s is not None]
         # Not every step has a row, so the run may have stopped after the last one.
         steps = max(record.status.step, rows[-1].step if rows else 0)
         metric = best_metric_of(record.config)
@@ -118,7 +118,7 @@ def compare_records(records: Sequence[RunRecord]) -> list[ComparedRun]:
                 validation_accuracy=evaluation and evaluation.accuracy,
                 validation_loss=evaluation and evaluation.loss,
                 loss=training and training.loss,
-                images_per_s=statistics.median(speeds) if speeds else None,
+                images_per_s=images_per_s(rows),
                 seconds=record.elapsed_s or None,
                 skipped=len(record.skipped),
                 metrics=own_metrics(training, evaluation),

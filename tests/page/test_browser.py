@@ -391,7 +391,8 @@ def test_a_long_run_is_zoomed_into(visit: Visit, tmp_path: Path) -> None:
 
 def test_runs_side_by_side(visit: Visit, tmp_path: Path) -> None:
     for number, rate in enumerate((0.01234, 0.1, 1.0)):
-        rows = [step_row(step, loss=rate / step) for step in range(1, 20)]
+        speeds = (5.0, *(300.0,) * 17, 900.0)  # the first and the last do not count
+        rows = [replace(step_row(step, loss=rate / step), images_per_s=speeds[step - 1]) for step in range(1, 20)]
         rows.append(evaluation_row(20, accuracy=0.9 - rate / 2))
         described = {"price": (str(number + 1),), "note": f"run {number}", "open_options": ("epochs",) * number}
         store_run(tmp_path, f"rates-{number}", rows, status="finished", learning_rate=rate, **described)
@@ -404,6 +405,7 @@ def test_runs_side_by_side(visit: Visit, tmp_path: Path) -> None:
         expect(page.locator(".comparison .facts")).to_contain_text("best rates-0, accuracy 89.4 %")
         rates = page.locator(".runs tbody td[data-title=learning-rate]")
         expect(rates).to_have_text(["0.01234", "0.1", "1"])  # as in the terminal
+        expect(page.locator(".runs tbody td[data-title='Images/s']")).to_have_text(["300"] * 3)
         for chart in page.locator(".comparison .charts figure.chart").all():  # in their order, with the same colours
             expect(chart.locator(".label")).to_have_text(["rates-0", "rates-1", "rates-2"])
         table, coordinates = (page.locator(f".comparison {part}").bounding_box() for part in (".runs", ".coordinates"))

@@ -8,6 +8,7 @@ import pytest
 
 import raytrain
 from raytrain.errors import UsageError
+from raytrain.experiments.scaling import images_per_s
 from raytrain.recipes import cifar10
 from raytrain.runs.documents import (
     METRICS,
@@ -20,6 +21,7 @@ from raytrain.runs.documents import (
     write_json,
 )
 from raytrain.runs.metric_row import MetricRow, steps_per_epoch
+from raytrain.runs.records import read_run
 from raytrain.runs.status import RunStatus, write_status
 
 ROWS = [
@@ -84,6 +86,16 @@ def test_the_results_come_from_the_history(storage: str) -> None:
     assert (first.validation_accuracy, first.validation_loss, first.loss) == (0.5, 1.5, None)
     assert (second.validation_accuracy, second.loss, second.skipped) == (None, 2.0, 1)
     assert (third.steps, third.epochs, third.seconds, third.status) == (0, 0, None, "interrupted")
+
+
+def test_the_speed_of_the_first_steps_counts_in_no_table(storage: str) -> None:
+    rows = [
+        {"kind": "step", "step": step, "epoch": 1, "elapsed_s": 1.0 * step, "images_per_s": 10.0 if step < 2 else 500.0}
+        for step in (1, 10)
+    ]
+    make_run(storage, "slow-start", rows)
+    _, slow_start = raytrain.compare(["first", "slow-start"], storage=storage)
+    assert slow_start.images_per_s == images_per_s(read_run(storage, "slow-start").metrics) == 500.0
 
 
 def test_a_run_that_stopped_after_its_last_row_has_the_steps_and_the_time_of_its_status(storage: str) -> None:

@@ -128,7 +128,7 @@ export class Comparison {
       el("td", { class: "progress", "data-title": "Progress" }, el("progress", { max: 1, value: state.step / state.num_steps })),
       ...options.map((option) => el("td", { "data-title": option.replaceAll("_", "-") }, typeof config?.[option] === "number" ? formatNumber(config[option]) : formatOption(config?.[option]))),
       el("td", { class: "accuracy", "data-title": this.bestTitle() }, formatMetric(this.metric, this.best(view))),
-      el("td", { "data-title": "Images/s" }, formatNumber(state.latest?.images_per_s)),
+      el("td", { "data-title": "Images/s" }, formatNumber(medianSpeed(view.curves.step))),
       this.hasCosts() ? el("td", { "data-title": "Cost" }, formatDollars(state.dollars)) : null,
     );
   }
@@ -158,6 +158,14 @@ export class Comparison {
     for (const chart of this.charts) chart.rebuild();
     this.draw();
   }
+}
+
+/** The median images/s after the first tenth of the steps, as `raytrain compare` has it; null if none is known. */
+function medianSpeed(curves) {
+  const { mean = [] } = curves.get("images_per_s") ?? {};
+  const speeds = mean.filter((speed, i) => speed != null && curves.step[i] > 0.1 * curves.step.at(-1)).sort((a, b) => a - b);
+  const half = speeds.length / 2;
+  return speeds.length ? (speeds[Math.ceil(half) - 1] + speeds[Math.floor(half)]) / 2 : null;
 }
 
 /** The options of a run without those that change nothing: where it is, and what its own loop does not use. */
