@@ -340,7 +340,8 @@ def _conclusion(
         yield Text.assemble("The best is ", (result.best, "bold"), values_of_best)
         if checkpoint := best_checkpoint(store):
             newest = newest_checkpoint(store)
-            yield Text(f"Its best checkpoint is {checkpoint}, which the commands below use; its last one is {newest}.")
+            last = "it is also its last one" if newest == checkpoint else f"its last one is {newest}"
+            yield Text(f"Its best checkpoint is {checkpoint}, which the commands below use; {last}.")
         # As on the page of a single run, the commands trust the user's own code, which the user has just run.
         config = read_config(store) if store.exists(CONFIG) else None
         own_code = any(map(names_own_function, (config.model, config.loop) if config else ()))

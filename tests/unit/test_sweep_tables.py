@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 from rich.console import Console, RenderableType
+from torch import nn
 
 from raytrain.display.sweep import SweepTerminalView, live_table, sweep_figure, sweep_page
 from raytrain.experiments.sweep_result import SweepResult, SweepSnapshot
 from raytrain.experiments.trial_results import TrialResult
 from raytrain.recipes import custom
-from tests.helpers.stored_runs import make_run
+from tests.helpers.stored_runs import add_checkpoint, make_run
 
 
 def statuses(*changed: TrialResult, dollars: float | None = None) -> SweepSnapshot:
@@ -159,6 +160,13 @@ def test_the_commands_for_the_best_trial_trust_the_code_that_the_user_has_just_r
     needs_it = ["evaluate", "predict", "export", "serve"] if trusted else []
     assert len(commands) == 5
     assert [line.split("raytrain ")[1].split()[0] for line in commands if " --trust" in line] == needs_it
+
+
+def test_a_best_checkpoint_that_is_also_the_last_one_is_named_once(tmp_path: Path) -> None:
+    best = custom(storage=str(tmp_path), name="rates-00", mean=(0.5,) * 3, std=(0.5,) * 3)
+    add_checkpoint(make_run(tmp_path, best, "rates-00"), nn.Linear(2, 2), best)
+    seen = text(sweep_page(result(), best), width=400)
+    assert seen.count("step-000000001.pt") == 1 and "; it is also its last one." in seen
 
 
 def test_the_command_that_shows_all_curves_can_be_copied_from_a_narrow_screen() -> None:
