@@ -251,7 +251,7 @@ def sweep_page(result: SweepResult, config: TrainConfig, picture: str | None = N
     best_score = max((trial.score for trial in trials if trial.score is not None), default=None)
     table = rows_table(
         *_trial_columns(trials),
-        ("last\nepoch", [str(trial.evaluations[-1][0]) if trial.evaluations else UNKNOWN for trial in trials]),
+        ("evaluated\nto epoch", [str(trial.evaluations[-1][0]) if trial.evaluations else UNKNOWN for trial in trials]),
         (_heading(trials), [_value_text(trial, best_score) for trial in trials]),
         ("steps", [f"{trial.steps:,}" for trial in trials]),
         ("seconds", [f"{trial.seconds:,.0f}" for trial in trials]),

@@ -139,6 +139,14 @@ def result() -> SweepResult:
     )
 
 
+def test_the_epoch_of_a_stopped_trial_is_that_of_its_last_evaluation() -> None:
+    stopped = replace(result().trials[0], status="stopped", epoch=3, evaluations=((2, 0.9),))
+    seen = text(sweep_page(replace(result(), trials=(stopped,)), custom()))
+    assert " evaluated " in seen and " to epoch " in seen
+    row = next(line.split() for line in seen.splitlines() if line.startswith(" rates-00"))
+    assert row[row.index("stopped") + 1] == "2"
+
+
 def test_the_results_start_with_the_best_trial_and_show_the_error_of_a_failed_one() -> None:
     seen = text(sweep_page(result(), custom()))
     names = [line.split()[0] for line in seen.splitlines() if line.startswith(" rates-") and ":" not in line]
