@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
@@ -51,6 +52,9 @@ class PlainConsole(Console):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(markup=False, emoji=False, **options)
+        # COLUMNS=0 counts as unset, as in Python's own functions; with a width of 0, rich would print nothing.
+        if 0 in self.size:
+            self.size = shutil.get_terminal_size((80, 25))
 
     def on_broken_pipe(self) -> None:
         """Raise the BrokenPipeError that rich is handling; rich itself would end the process, even one that trains."""

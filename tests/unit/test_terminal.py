@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from raytrain.display.braille_plot import Plot, Series
+from raytrain.display.console import PlainConsole, key_value_table
 from raytrain.display.curves import comparison_plots, curve_plots
 from raytrain.display.dashboard import dashboard
 from raytrain.display.terminal import TerminalView
@@ -336,6 +337,15 @@ def test_values_of_any_size_are_drawn_and_named_in_a_few_letters(values: list[fl
     drawn = text(Plot("loss", [Series("train", "cyan", [1, 2], values)], height=4), width=60)
     assert re.search("[\u2801-\u28ff]", drawn)
     assert max(map(len, re.findall(r"[\d,.e+-]+", drawn))) <= 9
+
+
+def test_columns_of_zero_count_as_unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "0")
+    monkeypatch.setenv("LINES", "0")
+    console = PlainConsole(file=io.StringIO())
+    console.print(key_value_table({"num_images": 5}))
+    assert console.file.getvalue() == "images  5\n"  # type: ignore[attr-defined]
+    assert console.height > 0
 
 
 @pytest.mark.parametrize(("value", "shown"), [(0.25, "0.250"), (46.9, "46.9"), (46_900.0, "46,900")])
