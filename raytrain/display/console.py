@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
-from typing import Any
+from typing import IO, Any, cast
 
 from rich import box
 from rich.bar import Bar
@@ -44,6 +44,16 @@ def run_styles(runs: Sequence[object]) -> list[str]:
     return [_RUN_STYLES[number % len(_RUN_STYLES)] for number in range(len(runs))]
 
 
+class _Unflushed:
+    """An object that can only write, as a stream that is flushed in vain."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self.write = stream.write
+
+    def flush(self) -> None:
+        pass
+
+
 class PlainConsole(Console):
     """A rich console without markup and emoji codes, which shows control characters instead of sending them.
 
@@ -55,6 +65,13 @@ class PlainConsole(Console):
         # COLUMNS=0 counts as unset, as in Python's own functions; with a width of 0, rich would print nothing.
         if 0 in self.size:
             self.size = shutil.get_terminal_size((80, 25))
+
+    def _stream(self) -> IO[str]:
+        """Return the stream to print to; scripts may replace sys.stdout by an object that can only write."""
+        stream = super().file
+        return stream if hasattr(stream, "flush") else cast(IO[str], _Unflushed(stream))
+
+    file = Console.file.getter(_stream)
 
     def on_broken_pipe(self) -> None:
         """Raise the BrokenPipeError that rich is handling; rich itself would end the process, even one that trains."""

@@ -348,6 +348,25 @@ def test_columns_of_zero_count_as_unset(monkeypatch: pytest.MonkeyPatch) -> None
     assert console.height > 0
 
 
+class Writer:
+    """An object that can only write, which scripts put in the place of sys.stdout."""
+
+    def __init__(self) -> None:
+        self.written = ""
+
+    def write(self, text: str) -> None:
+        self.written += text
+
+
+def test_a_standard_output_that_can_only_write_is_printed_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = Writer()
+    monkeypatch.setattr(sys, "stdout", writer)
+    with TerminalView() as view:
+        view.update(snapshot([]))
+    PlainConsole().print("the end")
+    assert writer.written.endswith("the end\n")
+
+
 @pytest.mark.parametrize(("value", "shown"), [(0.25, "0.250"), (46.9, "46.9"), (46_900.0, "46,900")])
 def test_legends_have_as_many_digits_as_are_worth_reading(value: float, shown: str) -> None:
     seen = text(Plot("images/s", [Series("measured", "cyan", [1, 2], [1.0, value])]))
