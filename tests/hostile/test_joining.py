@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import ray
 from ray._common import utils as ray_common
-from ray.exceptions import AuthenticationError
+from ray.exceptions import AuthenticationError, RpcError
 
 from raytrain import UsageError
 from raytrain.launch.ray import connection, find_cluster
@@ -86,10 +86,24 @@ def test_another_token_is_told_instead_of_tried_again_and_again(note: Path, monk
 
 
 @pytest.mark.slow  # Ray asks for 40 seconds
-def test_what_listens_without_being_a_ray_cluster_is_not_joined(note: Path) -> None:
+def test_what_listens_without_being_a_ray_cluster_is_not_joined(note: Path, capfd: pytest.CaptureFixture[str]) -> None:
     address = note.read_text().strip()
-    with pytest.raises(UsageError, match=rf"^No Ray cluster answers at {address} \("):
+    with pytest.raises(UsageError, match=rf"^No Ray cluster answers at {address} \(what listens there does not answer"):
         Connection(None).connect()
+    assert "gcs_client" not in capfd.readouterr().err, "the sentence says it"
+
+
+def test_only_lines_of_rays_own_are_hidden_while_a_head_is_asked(
+    note: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def time_out(address: str) -> None:
+        os.write(2, b"[2026-11-30 07:12:16,840 W 5589 5589] gcs_client.cc:210: Failed to get cluster ID\n[1/2] mine\n")
+        raise RpcError("Timed out while waiting for GCS to become available.")
+
+    monkeypatch.setattr(find_cluster, "ANSWER_AT_ONCE", SimpleNamespace(find=lambda: (time_out,)))
+    with pytest.raises(UsageError, match="what listens there does not answer as one of this version"):
+        find_cluster.check_cluster_answers(note.read_text().strip())
+    assert capfd.readouterr().err == "[1/2] mine\n"
 
 
 def test_a_ray_is_found_where_it_writes_its_note_if_temporary_files_are_elsewhere(

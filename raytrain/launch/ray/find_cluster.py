@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import socket
 import sys
 import tempfile
@@ -85,7 +86,7 @@ def check_cluster_answers(address: str) -> None:
     try:
         if api := ANSWER_AT_ONCE.find():
             (client_of_head,) = api  # which asks the head when it is made
-            with _hidden_refusals():
+            with _hidden_lines_of_ray():
                 with_token(lambda: client_of_head(address=address))
     except AuthenticationError:
         raise UsageError(
@@ -93,15 +94,18 @@ def check_cluster_answers(address: str) -> None:
             "~/.ray/auth_token from its head, or set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN."
         ) from None
     except RayError:
-        raise no_cluster_error(address, "what listens there is not a Ray cluster of this version") from None
+        raise no_cluster_error(address, "what listens there does not answer as one of this version") from None
+
+
+_LINE_OF_RAY = re.compile(rb"\[[-\d]+ [:,\d]+ [A-Z] \d+ \d+\] |.*InvalidAuthToken")
 
 
 @contextmanager
-def _hidden_refusals() -> Generator[None]:
-    """Hide the lines that Ray's C++ code prints on standard error if a cluster refuses a call without a token.
+def _hidden_lines_of_ray() -> Generator[None]:
+    """Hide the lines that Ray's C++ code prints on standard error if no head answers, or one refuses the call.
 
-    The next call sends one; if that is refused, too, an AuthenticationError says so. All other lines, also those of
-    other threads, are written at the end of the ``with`` block.
+    After a refusal, the next call sends a token; if that fails, too, an exception says so. All other lines, also those
+    of other threads, are written at the end of the ``with`` block.
     """
     try:
         standard_error = os.dup(2)
@@ -117,7 +121,7 @@ def _hidden_refusals() -> Generator[None]:
             os.close(standard_error)
             held.seek(0)
             for line in held:
-                if b"InvalidAuthToken" not in line:
+                if not _LINE_OF_RAY.match(line):
                     os.write(2, line)
 
 
