@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError, UserCodeException, WorkerCrashedError
 from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
+from ray.train.v2.api.exceptions import WorkerGroupError
 
 from raytrain import TrainConfig
 from raytrain.errors import CoordinatorLost, StorageError
@@ -68,6 +69,23 @@ def wrapped(text: str, cause: Exception) -> Exception:
 )
 def test_the_root_cause_is_one_line(error: Exception, reason: str) -> None:
     assert root_cause(error) == reason
+
+
+LOST = RuntimeError("[gloo/transport/tcp/pair.cc:561] Connection closed by peer [192.0.2.2]:35748")
+DIED = WorkerHealthCheckFailedError("A worker is ill", RayActorError())
+
+
+@pytest.mark.parametrize(
+    ("failures", "reason"),
+    [
+        ({0: LOST, 1: DIED, 2: LOST}, f"its {DEAD}"),
+        ({1: LOST, 0: ValueError("3 channels")}, "3 channels"),
+    ],
+)
+def test_a_process_that_died_explains_why_other_workers_lost_their_connections(
+    failures: dict[int, Exception], reason: str
+) -> None:
+    assert root_cause(WorkerGroupError("two texts", failures)) == reason
 
 
 def test_an_exception_whose_cause_is_no_exception_is_named_as_any_other() -> None:

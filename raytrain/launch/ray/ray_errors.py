@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, WorkerCrashedError
 
@@ -10,13 +11,15 @@ from raytrain.errors import RaytrainError
 
 LOST_ACTOR = RayActorError, OutOfMemoryError
 """Raised by calls of an actor that has died: OutOfMemoryError if Ray's memory monitor killed it, else RayActorError."""
+_DEAD_PROCESS = RayActorError, WorkerCrashedError, NodeDiedError, OutOfMemoryError
 _CLASS_OF_OURS = re.compile(r"^raytrain\.errors\.\w+: ")
 
 
 def root_cause(error: BaseException) -> str:
     """Return the one line that matters to a user, out of the exceptions that Ray wraps around the cause.
 
-    Of several failed workers, it is that of the lowest rank. Without a text, it is the name of the exception's class.
+    Of several failed workers, it is that of :func:`first_failed`. Without a text, it is the name of the exception's
+    class.
 
     Example: ``the bucket "photos" does not exist`` for a RayTaskError whose text is a traceback of three processes.
     """
@@ -29,7 +32,7 @@ def root_cause(error: BaseException) -> str:
         wrapped = next((value for value in attributes if isinstance(value, BaseException)), None)
         if isinstance(cause, RaytrainError) and wrapped is None:
             return str(cause)
-        if isinstance(cause, (RayActorError, WorkerCrashedError, NodeDiedError, OutOfMemoryError)):
+        if isinstance(cause, _DEAD_PROCESS):
             # Ray's own text is a paragraph about all possible reasons.
             text = str(cause)
             if "node has died" in text or "node was terminated" in text:
@@ -39,10 +42,9 @@ def root_cause(error: BaseException) -> str:
             return "its process has died: it crashed, or something killed it, such as the system for lack of memory"
         cause = wrapped or cause.__cause__
 
-    # If several workers have failed, take the failure of the lowest rank: mostly, the others have the same cause.
     failures = getattr(error, "worker_failures", None)
     if failures:
-        return root_cause(failures[min(failures)])
+        return root_cause(failures[first_failed(failures)])
 
     # Any other text is a traceback, whose last line says what happened.
     text = str(error)
@@ -50,3 +52,17 @@ def root_cause(error: BaseException) -> str:
         text = text.rpartition("The above exception was the direct cause")[0]
     lines = [line for line in text.splitlines() if line.strip()]
     return _CLASS_OF_OURS.sub("", lines[-1].strip()).rstrip(".") if lines else type(error).__name__
+
+
+def first_failed(failures: Mapping[int, BaseException]) -> int:
+    """Return the rank of the worker whose failure explains ``failures``, which are given by rank.
+
+    If the process of a worker dies, the others fail, too, because they lose their connections to it: it is the lowest
+    rank of those that died. If none died, it is the lowest rank of all, since mostly the others have the same cause.
+    """
+    died = [
+        rank
+        for rank, error in failures.items()
+        if isinstance(getattr(error, "health_check_failure", error), _DEAD_PROCESS)
+    ]
+    return min(died or failures)

@@ -26,7 +26,7 @@ from raytrain.launch.ray.coordinator import WATCHER, CoordinatorHandle, stop_coo
 from raytrain.launch.ray.head_queries import head_answers
 from raytrain.launch.ray.nodes import worker_resources
 from raytrain.launch.ray.private_api import CONTROLLER
-from raytrain.launch.ray.ray_errors import LOST_ACTOR, root_cause
+from raytrain.launch.ray.ray_errors import LOST_ACTOR, first_failed, root_cause
 from raytrain.monitor.events import WorkerFailed
 from raytrain.runs.redact import redact
 
@@ -203,6 +203,6 @@ class _FailureReporter(UserCallback):
         self._coordinator = coordinator
 
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
-        """Report the failure of the lowest rank; Ray Train calls this."""
-        rank, error = min(worker_exceptions.items())
-        self._coordinator.note_event.remote(WorkerFailed(root_cause(error), rank))
+        """Report the failure that explains the others; Ray Train calls this."""
+        rank = first_failed(worker_exceptions)
+        self._coordinator.note_event.remote(WorkerFailed(root_cause(worker_exceptions[rank]), rank))
