@@ -901,6 +901,19 @@ def mixed_with_gathered(run: Any) -> None:
     steps(run, model, run.prepare(SGD(model.parameters(), lr=0.1)), loss_of)
 
 
+def part_of_gathered(run: Any) -> None:
+    """Each worker's own part of the rows of all workers, without their mean, by the places of its images."""
+    model = run.prepare(mlp())
+
+    def loss_of(model: nn.Module, batch: Any) -> Tensor:
+        logits = model(batch.images)
+        of_all, begin = run.gather(logits.detach()), run.rank * len(logits)
+        differences = (of_all - of_all.mean(0))[begin:][: len(logits)]
+        return F.cross_entropy(logits, batch.labels) + (logits * differences).mean()
+
+    steps(run, model, run.prepare(SGD(model.parameters(), lr=0.1)), loss_of)
+
+
 def near_centres(model: nn.Module, batch: Any) -> Tensor:
     logits, centres = model(batch.images), torch.eye(4, dtype=torch.float64)
     distances = logits.square().sum(1, keepdim=True) + 1 - 2 * logits @ centres
@@ -936,6 +949,7 @@ SILENT: dict[str, Loop] = {
     ),
     "a mean over as many views as images": by_steps(as_many_views, mlp),
     "own rows of gathered ones": mixed_with_gathered,
+    "a part of gathered rows": part_of_gathered,
     "distances to centres": by_steps(near_centres, mlp),
     "attention over parts of an image": with_layer(
         lambda: nn.TransformerEncoderLayer(4, 2, 16, 0.0, batch_first=True),

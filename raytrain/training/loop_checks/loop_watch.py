@@ -133,6 +133,10 @@ class LoopWatch:
         """
         self._calls.follow_mean(numerator, mean)
 
+    def follow_gathered(self, rows: Tensor) -> None:
+        """Take ``rows`` for those of all workers' images, as ``run.gather`` returns: a worker may cut out its own."""
+        self._calls.follow_gathered(rows)
+
     def compare(self) -> None:
         """Report what any worker has found in the steps that were watched since the last call.
 

@@ -69,7 +69,9 @@ from raytrain.training.loop_checks.torch_functions import (
 from raytrain.training.loop_checks.watch_notes import HOOK, NOTES_ON_LOSSES
 
 _MAX_NUMBERS_PER_IMAGE = 16  # in a vector of random numbers, which otherwise may be for weights
-_CUT = -1  # stands for a seed: rows were cut from a tensor of the loop's by the number of this worker's images
+# These stand for a seed: rows were cut from a tensor of the loop's by the number of this worker's images, or they are
+# those of all workers, of which a worker may take its own.
+_CUT, _GATHERED = -1, -2
 _GRAD = cast(Any, Tensor).grad.__get__  # what reads a tensor's gradient
 
 
@@ -163,6 +165,10 @@ class WatchedCalls(TorchFunctionMode):
         self._marks[mean] = {*inherited, "now", "statistic"}
         self.numbers.follow_computed(numerator, mean)
         self._swapped.scale(numerator, mean)
+
+    def follow_gathered(self, rows: Tensor) -> None:
+        """Follow the ``rows`` of all workers, which the run has gathered while this is paused."""
+        self._drawn[rows] = {_GATHERED}
 
     def call_compiled(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Return what the compiled ``function`` of a network returns for the arguments.
@@ -298,7 +304,7 @@ class WatchedCalls(TorchFunctionMode):
         drawn = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf in self._drawn]
         seeds = set[int]().union(*(self._drawn[tensor] for tensor in drawn))
         if sources and name not in TAKE_WEIGHTS and any(tensor.ndim for tensor in (*drawn, *sources)):
-            self.seeds |= seeds - {_CUT}
+            self.seeds |= seeds - {_CUT, _GATHERED}
             if _CUT in seeds and name not in JOINS:
                 self._report(NOTES_ON_LOSSES["placed"])
         elif seeds and not sources:
@@ -323,6 +329,8 @@ class WatchedCalls(TorchFunctionMode):
         index = next((part for part in parts if not isinstance(part, int)), None)
         is_slice = isinstance(index, slice) and index != slice(None) and isinstance(rows, Tensor) and rows.ndim > 1
         if not is_slice or not rows.is_floating_point() or id(args[0]) in self._weights or args[0] in self._buffers:
+            return False
+        if _GATHERED in self._drawn.get(args[0], ()):
             return False
         return len(rows) == self._num_images > 1 and bool((rows != rows[:1]).any())
 
