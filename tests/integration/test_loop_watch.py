@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -901,17 +902,27 @@ def mixed_with_gathered(run: Any) -> None:
     steps(run, model, run.prepare(SGD(model.parameters(), lr=0.1)), loss_of)
 
 
-def part_of_gathered(run: Any) -> None:
+def part_of_gathered(gather: Callable[[Any, Tensor], Tensor]) -> Loop:
     """Each worker's own part of the rows of all workers, without their mean, by the places of its images."""
-    model = run.prepare(mlp())
 
-    def loss_of(model: nn.Module, batch: Any) -> Tensor:
-        logits = model(batch.images)
-        of_all, begin = run.gather(logits.detach()), run.rank * len(logits)
-        differences = (of_all - of_all.mean(0))[begin:][: len(logits)]
-        return F.cross_entropy(logits, batch.labels) + (logits * differences).mean()
+    def loop(run: Any) -> None:
+        model = run.prepare(mlp())
 
-    steps(run, model, run.prepare(SGD(model.parameters(), lr=0.1)), loss_of)
+        def loss_of(model: nn.Module, batch: Any) -> Tensor:
+            logits = model(batch.images)
+            of_all, begin = gather(run, logits.detach()), run.rank * len(logits)
+            differences = (of_all - of_all.mean(0))[begin:][: len(logits)]
+            return F.cross_entropy(logits, batch.labels) + (logits * differences).mean()
+
+        steps(run, model, run.prepare(SGD(model.parameters(), lr=0.1)), loss_of)
+
+    return loop
+
+
+def gathered_by_torch(run: Any, rows: Tensor) -> Tensor:
+    of_all = rows.new_empty(run.world_size * len(rows), *rows.shape[1:])
+    dist.all_gather_into_tensor(of_all, rows)
+    return of_all
 
 
 def near_centres(model: nn.Module, batch: Any) -> Tensor:
@@ -949,7 +960,8 @@ SILENT: dict[str, Loop] = {
     ),
     "a mean over as many views as images": by_steps(as_many_views, mlp),
     "own rows of gathered ones": mixed_with_gathered,
-    "a part of gathered rows": part_of_gathered,
+    "a part of gathered rows": part_of_gathered(lambda run, rows: run.gather(rows)),
+    "a part of rows that torch has gathered": part_of_gathered(gathered_by_torch),
     "distances to centres": by_steps(near_centres, mlp),
     "attention over parts of an image": with_layer(
         lambda: nn.TransformerEncoderLayer(4, 2, 16, 0.0, batch_first=True),

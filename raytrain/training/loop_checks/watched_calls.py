@@ -167,7 +167,7 @@ class WatchedCalls(TorchFunctionMode):
         self._swapped.scale(numerator, mean)
 
     def follow_gathered(self, rows: Tensor) -> None:
-        """Follow the ``rows`` of all workers, which the run has gathered while this is paused."""
+        """Follow the ``rows`` of all workers, which the run, while this is paused, or the loop has gathered."""
         self._drawn[rows] = {_GATHERED}
 
     def call_compiled(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -220,6 +220,9 @@ class WatchedCalls(TorchFunctionMode):
         if is_collective(func):  # its result is the same on all workers
             for source in sources:
                 del self._marks[source]
+            for leaf in leaves:
+                if isinstance(leaf, Tensor):
+                    self.follow_gathered(leaf)
             return result
         result_or_written = args[0] if name == "__setitem__" else result
         if name == "__getitem__" and not sources and self._is_cut(args, result):
