@@ -76,7 +76,7 @@ def test_each_operation_of_each_magnitude_is_torchvisions(policy: str, operation
                 theirs._apply_image_or_video_transform(image, name, magnitude, BILINEAR, theirs._fill)
                 for image, magnitude in zip(images, (sign * ours).tolist(), strict=True)
             ]
-            levels = differences(apply_operations(images.clone(), operations, sign * ours, colour(channels)), expected)
+            levels = differences(apply_operations(images, [(operations, sign * ours)], colour(channels)), expected)
             assert levels.max() <= 1
             assert levels.double().mean() < 0.03
 
@@ -85,7 +85,7 @@ def test_each_operation_of_each_magnitude_is_torchvisions(policy: str, operation
 def test_a_blur_is_torchvisions(size: tuple[int, int]) -> None:
     sigmas, side = [0.1, 0.4, 1.0, 1.7, 2.0], min(size) // 10 * 2 + 1
     images = noise(len(sigmas), size=size)
-    ours = apply_operations(images.clone(), np.full(len(sigmas), Operation.BLUR), np.array(sigmas), colour())
+    ours = apply_operations(images, [(np.full(len(sigmas), Operation.BLUR), np.array(sigmas))], colour())
     theirs = [F.gaussian_blur(image, [side, side], [sigma]) for image, sigma in zip(images, sigmas, strict=True)]
     levels = differences(ours, theirs)
     assert levels.max() <= 1
@@ -99,27 +99,34 @@ def test_a_box_is_erased_as_by_torchvision() -> None:
         F.erase(image, top, left, bottom - top, right - left, torch.tensor(FILL)[:, None, None])
         for image, (top, left, bottom, right) in zip(images, boxes, strict=True)
     ]
-    assert torch.equal(erase(images.clone(), np.array(boxes), colour()), torch.stack(theirs))
+    assert torch.equal(erase(images, np.array(boxes), colour()), torch.stack(theirs))
+    # Without a GPU, only the private function is what a GPU computes.
+    by_masks = image_operations._erase_by_masks(images, np.array(boxes), colour().to(torch.uint8))
+    assert torch.equal(by_masks, torch.stack(theirs))
 
 
-@pytest.mark.parametrize("size", [(40, 30), (500, 400)], ids=str)  # the large ones are changed one by one, in place
-def test_each_image_gets_its_own_operation_in_its_own_place(size: tuple[int, int]) -> None:
+@pytest.mark.parametrize("size", [(40, 30), (500, 400)], ids=str)  # of the large ones, few are changed at a time
+def test_each_image_gets_its_own_operations_in_its_own_place(size: tuple[int, int]) -> None:
     images = noise(30, size=size)
-    operations = np.arange(30) % len(Operation)
-    together = apply_operations(images.clone(), operations, np.ones(30), colour())
+    given = images.clone()
+    steps = [(np.arange(30) * factor % len(Operation), np.ones(30)) for factor in (1, 0, 4)]  # 0: the identity
+    together = apply_operations(images, steps, colour())
     for row in range(30):
-        alone = apply_operations(images[row : row + 1].clone(), operations[row : row + 1], np.ones(1), colour())
+        alone = images[row : row + 1]
+        for operations, magnitudes in steps:
+            alone = apply_operations(alone, [(operations[row : row + 1], magnitudes[row : row + 1])], colour())
         assert torch.equal(together[row], alone[0])
+    assert torch.equal(images, given)  # the images that were given are not changed
 
 
 def test_translations_are_the_same_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     operations = np.array([Operation.TRANSLATE_X, Operation.TRANSLATE_Y] * 6)
     magnitudes = np.array([0.0, 0.7, -0.7, 3, -3.9, 12, -12, 29, -30, 40, -41, 100])
     images = noise(12)
-    on_a_cpu = apply_operations(images.clone(), operations, magnitudes, colour())
+    on_a_cpu = apply_operations(images, [(operations, magnitudes)], colour())
     # Without a GPU, only the private table makes a CPU compute them as a GPU does.
     monkeypatch.setattr(image_operations, "_FUNCTION_OF", image_operations._CUDA_FUNCTION_OF)
-    assert torch.equal(apply_operations(images.clone(), operations, magnitudes, colour()), on_a_cpu)
+    assert torch.equal(apply_operations(images, [(operations, magnitudes)], colour()), on_a_cpu)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -28,11 +28,9 @@ from raytrain.config.network import Size
 from raytrain.config.option_values import check_limit, hints_of, read_value
 from raytrain.data.plan.permutation import Floats, Int64s, mix, uniform
 from raytrain.errors import UsageError, format_count
-from raytrain.training.batches.image_operations import Operation, apply_operations, erase
+from raytrain.training.batches.image_operations import Operation, Step, apply_operations, erase
 
 Operations = npt.NDArray[np.int64]
-Step = tuple[Operations, Floats]
-"""An operation for each image, (m,), and its magnitude, (m,)."""
 
 _KEY = 3  # keeps these random numbers apart from those of crops, of flips, and of the user's transforms
 _AUTO, _DEPTHS, _SHARES, _ROTATION, _JITTER, _BLUR, _ERASING = range(7)  # a stream of random numbers for each
@@ -139,14 +137,13 @@ class Augmentation:
             return images
         numbers = numbers.astype(np.int64)
         self._fill = fill = self._fill.to(images.device)
-        images = images.clone(memory_format=torch.contiguous_format)
+        images = images.contiguous()
         size = images.shape[2], images.shape[3]
 
         # AugMix comes first, then the operations of one after the other step, and erased boxes last.
         if self.auto_augment is not None and self.auto_augment.policy == "augmix":
             images = self._augmix(images, numbers, epoch, self.auto_augment.magnitude)
-        for operations, magnitudes in self.steps(numbers, epoch, size):
-            images = apply_operations(images, operations, magnitudes, fill)
+        images = apply_operations(images, self.steps(numbers, epoch, size), fill)
         if self.random_erasing:
             images = erase(images, self._boxes(numbers, epoch, size), fill)
         return images
@@ -244,13 +241,13 @@ class Augmentation:
         numbers = self._numbers(_AUTO, samples, epoch, 3 * _NUM_CHAINS * _MAX_DEPTH)
         mixture = images * shares[0]
         for chain, chain_operations in enumerate(numbers.reshape(_NUM_CHAINS, _MAX_DEPTH, 3, -1)):
-            changed = images.clone()
+            steps: list[Step] = []
             for position, (kind, level, sign) in enumerate(chain_operations):
                 operations = 1 + (kind * (Operation.BLUR - 1)).astype(np.int64)  # all but the identity
                 operations = np.where(position < depths[chain], operations, Operation.IDENTITY)
                 chosen = _signed(operations, magnitudes[operations, (level * severity).astype(np.int64)], sign)
-                changed = apply_operations(changed, operations, chosen, self._fill)
-            mixture.add_(changed * shares[1 + chain])
+                steps.append((operations, chosen))
+            mixture.add_(apply_operations(images, steps, self._fill) * shares[1 + chain])
         return mixture.clamp_(0, 255).to(torch.uint8)
 
     def _boxes(self, samples: Int64s, epoch: int, size: Size) -> Int64s:

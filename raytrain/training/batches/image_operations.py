@@ -18,7 +18,7 @@ Two properties follow from how these kernels round:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import IntEnum
 from itertools import pairwise
 
@@ -55,73 +55,95 @@ class Operation(IntEnum):
     BLUR = 14  # standard deviation of the Gaussian, in pixels
 
 
+Step = tuple[npt.NDArray[np.integer], Floats]
+"""An :class:`Operation` for each image, (m,), and its magnitude, (m,)."""
+
 _NUM_NUMBERS = 6  # for each image on the device: those of an affine matrix; other operations need fewer
 _CACHE_BYTES = 1 << 20  # of float32 pixels: a core's cache holds a few copies of this many
 _BLUR_REACH = 12  # pixels: farther away, a Gaussian of 2 pixels is below the rounding of float32
 
 
-def apply_operations(images: Tensor, operations: npt.NDArray[np.integer], magnitudes: Floats, fill: Tensor) -> Tensor:
-    """Return the images, uint8 (m, C, H, W), with one operation applied to each, of the given magnitude.
+def apply_operations(images: Tensor, steps: Iterable[Step], fill: Tensor) -> Tensor:
+    """Return the images, uint8 (m, C, H, W), with one operation after the other applied to each.
 
     Args:
-        images: uint8 (m, C, H, W) with one or three channels, contiguous; they may be changed in place.
-        operations: (m,), each an :class:`Operation`; on the host.
-        magnitudes: float64 (m,), in the unit of each operation; on the host.
+        images: uint8 (m, C, H, W) with one or three channels; they are not changed.
+        steps: the operations of one step after the other, (m,), each an :class:`Operation`, and their magnitudes,
+            float64 (m,), in the unit of each operation; on the host.
         fill: float32 (C, 1, 1), on the device of the images: the colour of points outside of an image.
 
     Example:
-        >>> turned = apply_operations(images, np.full(8, Operation.ROTATE), np.linspace(-30, 30, 8), fill)
+        >>> step = np.full(8, Operation.ROTATE), np.linspace(-30, 30, 8)
+        >>> turned = apply_operations(images, [step], fill)
     """
-    if not operations.any():  # all are the identity
-        return images
-
-    # Sort the images by their function, so that each gets all of its images at once. On a CPU, it gets only as many at
-    # a time as stay in the cache from one kernel to the next, or one for each thread. Images of which only one stays
-    # there are not sorted, because copying them takes longer than a few calls more.
-    in_cache = _CACHE_BYTES // (4 * math.prod(images.shape[1:]))
-    most_rows = len(images) if images.is_cuda else max(torch.get_num_threads(), in_cache)
-    are_sorted = images.is_cuda or in_cache > 1
-    functions = (_CUDA_FUNCTION_OF if images.is_cuda else _FUNCTION_OF)[operations]
-    order = np.argsort(functions, kind="stable") if are_sorted else np.arange(len(images))
-    rows, rows_back = torch.from_numpy(np.stack([order, np.argsort(order)])).to(images.device, non_blocking=True)
-    by_operation = images.index_select(0, rows) if are_sorted else images
+    # Sort the images of each step by their function, so that each gets all of its images at once. They stay in this
+    # order for the next step; `order` says which image is where.
+    function_of = _CUDA_FUNCTION_OF if images.is_cuda else _FUNCTION_OF
+    order, sortings, kinds, amounts = np.arange(len(images)), [], [], []
+    for operations, magnitudes in steps:
+        if operations.any():  # not all are the identity
+            sortings.append(np.argsort(function_of[operations[order]], kind="stable"))
+            order = order[sortings[-1]]
+            kinds.append(operations[order])
+            amounts.append(magnitudes[order])
+    if not sortings:
+        return images.clone()
 
     # One copy brings all numbers to the device, in a shape that is broadcast over the pixels of an image.
-    numbers = torch.from_numpy(_numbers(operations[order], magnitudes[order], (images.shape[2], images.shape[3])))
-    numbers = numbers.to(images.device, non_blocking=True)  # (6, m, 1, 1, 1)
+    numbers = _numbers(np.concatenate(kinds), np.concatenate(amounts), (images.shape[2], images.shape[3]))
+    numbers = torch.from_numpy(numbers).to(images.device, non_blocking=True).split(len(images), 1)  # (6, m, 1, 1, 1)
 
-    # Replace the images of each group by its results.
-    functions = functions[order]
-    edges = [0, *(np.flatnonzero(np.diff(functions)) + 1).tolist(), len(images)]
-    starts = [start for first, end in pairwise(edges) for start in range(first, end, most_rows)]
-    sizes = np.diff([*starts, len(images)]).tolist()
-    groups = zip(starts, by_operation.split(sizes), numbers.split(sizes, 1), strict=True)
-    for start, group, group_numbers in groups:
-        if apply := _FUNCTIONS[functions[start]]:
-            changed = apply(group, group_numbers, fill)
-            # On a CPU, torch converts float32 to int16 and that to uint8 three times faster than float32 to uint8.
-            if changed.is_floating_point() and not images.is_cuda:
-                changed = changed.to(torch.int16)
-            if changed is not group:
-                group.copy_(changed)
-    return by_operation.index_select(0, rows_back) if are_sorted else by_operation
+    # Replace the images of each function by its results. On a CPU, it gets only as many at a time as stay in the cache
+    # from one kernel to the next, or one for each thread.
+    in_cache = _CACHE_BYTES // (4 * math.prod(images.shape[1:]))
+    most_rows = len(images) if images.is_cuda else max(torch.get_num_threads(), in_cache)
+    for rows, operations, step_numbers in zip(sortings, kinds, numbers, strict=True):
+        images, functions = _in_order(images, rows), function_of[operations]
+        edges = [0, *(np.flatnonzero(np.diff(functions)) + 1).tolist(), len(images)]
+        starts = [start for first, end in pairwise(edges) for start in range(first, end, most_rows)]
+        sizes = np.diff([*starts, len(images)]).tolist()
+        for start, group, group_numbers in zip(starts, images.split(sizes), step_numbers.split(sizes, 1), strict=True):
+            if apply := _FUNCTIONS[functions[start]]:
+                changed = apply(group, group_numbers, fill)
+                # On a CPU, torch converts float32 to int16 and that to uint8 three times faster than float32 to uint8.
+                if changed.is_floating_point() and not images.is_cuda:
+                    changed = changed.to(torch.int16)
+                if changed is not group:
+                    group.copy_(changed)
+    return _in_order(images, np.argsort(order))
+
+
+def _in_order(images: Tensor, rows: npt.NDArray[np.integer]) -> Tensor:
+    """Return a copy of the images in the order of ``rows``."""
+    return images.index_select(0, torch.from_numpy(rows).to(images.device, non_blocking=True))
 
 
 def erase(images: Tensor, boxes: Int64s, fill: Tensor) -> Tensor:
     """Return the images, uint8 (m, C, H, W), with a box of each replaced by a colour.
 
     Args:
-        images: uint8 (m, C, H, W); they may be changed in place.
+        images: uint8 (m, C, H, W); they are not changed.
         boxes: int64 (m, 4), on the host: top, left, bottom and right, in pixels; a box may be empty.
         fill: float32 (C, 1, 1), the colour, on the device of the images.
     """
+    fill = fill.to(torch.uint8)
+    if images.is_cuda:
+        return _erase_by_masks(images, boxes, fill)
+    images = images.clone()
+    for image, (top, left, bottom, right) in zip(images, boxes.tolist(), strict=True):
+        if top < bottom and left < right:
+            image[:, top:bottom, left:right] = fill
+    return images
+
+
+def _erase_by_masks(images: Tensor, boxes: Int64s, fill: Tensor) -> Tensor:
+    """Return the images with a box of each replaced by the colour ``fill``, uint8, in a few kernels for all of them."""
     top, left, bottom, right = torch.from_numpy(boxes).to(images.device, non_blocking=True).T[:, :, None]  # (m, 1) each
     y = torch.arange(images.shape[2], device=images.device)
     x = torch.arange(images.shape[3], device=images.device)
     is_row, is_column = ((y >= top) & (y < bottom)).to(torch.uint8), ((x >= left) & (x < right)).to(torch.uint8)
     inside = is_row[:, None, :, None] * is_column[:, None, None, :]  # 1 in the box, 0 elsewhere
-    # On a CPU, this sum of products is several times faster than ``where``.
-    return images.mul_(1 - inside).add_(fill.to(torch.uint8) * inside)
+    return images.mul(1 - inside).add_(fill * inside)
 
 
 def _numbers(kinds: npt.NDArray[np.integer], magnitudes: Floats, size: Size) -> npt.NDArray[np.float32]:
@@ -163,36 +185,42 @@ def _numbers(kinds: npt.NDArray[np.integer], magnitudes: Floats, size: Size) -> 
 
 def _affine(images: Tensor, matrices: Tensor, fill: Tensor) -> Tensor:
     """Sample each image bilinearly at the points that its matrix gives; points outside of it get ``fill``."""
-    # The points in pixels from the middle, across and down. The grid has both side by side, as a complex number has,
-    # and in halves of the image.
+    # The points in pixels from the middle: those across and those down are a plane each.
     height, width = images.shape[2:]
     x = torch.linspace((1 - width) / 2, (width - 1) / 2, width, device=images.device)
     y = torch.linspace((1 - height) / 2, (height - 1) / 2, height, device=images.device)[:, None]
     by_x, by_y, shift = matrices[..., 0].unflatten(0, (2, 3)).unbind(1)  # (2, n, 1, 1) each
-    points = by_x * x + (by_y * y + shift)  # (2, n, H, W)
-    across, down = points.unbind(0)
-    grid = torch.view_as_real(torch.complex(across * (2 / width), down * (2 / height)))  # (n, H, W, 2)
+    in_row, in_column = by_x * x, by_y * y + shift  # (2, n, 1, W) and (2, n, H, 1)
+    points = in_row + in_column  # (2, n, H, W)
+
+    # The grid has both side by side, as a complex number has, and in halves of the image.
+    row, column = (torch.complex(right * (2 / width), down * (2 / height)) for right, down in (in_row, in_column))
+    grid = torch.view_as_real(row + column)  # (n, H, W, 2)
     colour = F.grid_sample(images.float(), grid, align_corners=False)
 
     # Of the square of a pixel around a point near an edge, a fraction lies inside of the image: the product of two
     # fractions, which are both negative here.
-    points.abs_()
-    across.sub_((width + 1) / 2).clamp_(-1, 0)
-    inside = down.sub_((height + 1) / 2).clamp_(-1, 0).mul_(across)[:, None]  # (n, 1, H, W)
+    across, down = points.abs_().unbind(0)
+    across.sub_((width + 1) / 2)
+    down.sub_((height + 1) / 2)
+    points.clamp_(-1, 0)
+    inside = across.mul_(down)[:, None]  # (n, 1, H, W)
     return colour.sub_(fill).mul_(inside).add_(fill).round_()
 
 
 def _translate(images: Tensor, matrices: Tensor, fill: Tensor) -> Tensor:
     """Move each image by the whole pixels that its matrix gives; points outside of it get ``fill``.
 
-    On a CPU, copying the part of each image that remains is ten times faster than ``_affine``. A GPU takes that one,
-    whose kernels move all images at once.
+    On a CPU, copying the part of each image that remains is ten times faster than ``_affine``, and twice as fast again
+    in NumPy, whose calls cost less. A GPU takes ``_affine``, whose kernels move all images at once.
     """
     height, width = images.shape[2:]
-    result = fill.to(torch.uint8).expand_as(images).contiguous()
-    for image, moved, (right, down) in zip(images, result, matrices[2::3, :, 0, 0, 0].T.int().tolist(), strict=True):
+    result = np.empty(images.shape, np.uint8)
+    result[:] = fill.to(torch.uint8).numpy()
+    shifts = matrices[2::3, :, 0, 0, 0].T.int().tolist()
+    for image, moved, (right, down) in zip(images.numpy(), result, shifts, strict=True):
         moved[:, _part(-down, height), _part(-right, width)] = image[:, _part(down, height), _part(right, width)]
-    return result
+    return torch.from_numpy(result)
 
 
 def _part(offset: int, side: int) -> slice:
@@ -200,16 +228,19 @@ def _part(offset: int, side: int) -> slice:
     return slice(max(0, offset), max(0, side + min(0, offset)))
 
 
-def _blend(images: Tensor, others: Tensor, weights: Tensor) -> Tensor:
-    """Return images · w0 + ``others`` · w1 with each image's two ``weights``; ``others`` may be broadcast."""
-    return images.float().mul_(weights[0]).add_(others * weights[1]).clamp_(0, 255)
+def _blend(pixels: Tensor, others: Tensor, weights: Tensor) -> Tensor:
+    """Change ``pixels``, float32, to pixels · w0 + ``others`` · w1 with each image's two ``weights``; return them."""
+    return pixels.mul_(weights[0]).add_(others * weights[1]).clamp_(0, 255)
 
 
-def _grey(images: Tensor) -> Tensor:
-    """Return the brightness of each pixel, a whole number, float32 (n, 1, H, W). Products and sums here are exact."""
-    if images.shape[1] == 1:
-        return images.float()
-    red, green, blue = images.split(1, 1)
+def _grey(pixels: Tensor) -> Tensor:
+    """Return the brightness of each pixel of float32 (n, C, H, W), a whole number, float32 (n, 1, H, W).
+
+    Products and sums here are exact.
+    """
+    if pixels.shape[1] == 1:
+        return pixels
+    red, green, blue = pixels.split(1, 1)
     return (red * 2989.0).add_(green, alpha=5870.0).add_(blue, alpha=1140.0).div_(10_000.0).floor_()
 
 
@@ -220,13 +251,15 @@ def _brightness(images: Tensor, weights: Tensor, fill: Tensor) -> Tensor:
 
 def _color(images: Tensor, weights: Tensor, fill: Tensor) -> Tensor:
     """Blend each image with its brightness, in grey; grey images stay as they are."""
-    return images if images.shape[1] == 1 else _blend(images, _grey(images), weights)
+    pixels = images.float()
+    return images if images.shape[1] == 1 else _blend(pixels, _grey(pixels), weights)
 
 
 def _contrast(images: Tensor, weights: Tensor, fill: Tensor) -> Tensor:
     """Blend each image with its mean brightness."""
-    mean = _grey(images).mean((1, 2, 3), keepdim=True, dtype=torch.float64).float()  # the sum is exact
-    return _blend(images, mean, weights)
+    pixels = images.float()
+    mean = _grey(pixels).mean((1, 2, 3), keepdim=True, dtype=torch.float64).float()  # the sum is exact
+    return _blend(pixels, mean, weights)
 
 
 def _sharpness(images: Tensor, weights: Tensor, fill: Tensor) -> Tensor:
@@ -234,14 +267,17 @@ def _sharpness(images: Tensor, weights: Tensor, fill: Tensor) -> Tensor:
     height, width = images.shape[2:]
     if min(height, width) <= 2:  # there is no inner pixel
         return images
-    # Add up three rows, and then three columns of these sums, into the inner pixels of the result, which are views.
+    # Add up three rows, and then three columns of these sums.
+    levels = images.to(torch.int16)
+    rows = levels.narrow(2, 0, height - 2) + levels.narrow(2, 1, height - 2)
+    rows.add_(levels.narrow(2, 2, height - 2))
+    sums = rows.narrow(3, 0, width - 2) + rows.narrow(3, 1, width - 2)
+    sums.add_(rows.narrow(3, 2, width - 2)).add_(levels[..., 1:-1, 1:-1], alpha=4)
+
+    # The inner pixels are a view of the result.
     result = images.float()
     inner = result[..., 1:-1, 1:-1]
-    rows = result.narrow(2, 0, height - 2) + result.narrow(2, 1, height - 2)
-    rows.add_(result.narrow(2, 2, height - 2))
-    sums = rows.narrow(3, 0, width - 2) + rows.narrow(3, 1, width - 2)
-    sums.add_(rows.narrow(3, 2, width - 2)).add_(inner, alpha=4.0)  # exact, because all are whole numbers
-    inner.add_(sums.div_(13.0).round_().sub_(inner).mul_(weights[1]))
+    inner.add_(sums.div(13.0).round_().sub_(inner).mul_(weights[1]))
     return result.clamp_(0, 255)
 
 
@@ -271,17 +307,16 @@ def _equalize(images: Tensor, numbers: Tensor, fill: Tensor) -> Tensor:
 
     A channel of an image is a plane here. One with a single level stays as it is.
     """
-    # Count the pixels of each level in each plane. Plane i has the indices from 256·i on.
+    # Count the pixels of each level in each plane.
     num_planes, num_pixels = images.shape[0] * images.shape[1], images.shape[2] * images.shape[3]
-    dtype = torch.int64 if images.is_cuda else torch.int32
-    first = torch.arange(0, 256 * num_planes, 256, dtype=dtype, device=images.device)[:, None]
-    levels = (images.view(num_planes, num_pixels) + first).view(-1)
+    planes = images.view(num_planes, num_pixels)
+    levels = planes.to(torch.int64)
     if images.is_cuda:  # there, bincount would make the host wait
-        counts = torch.zeros(num_planes * 256, dtype=dtype, device=images.device)
-        counts.scatter_add_(0, levels, counts.new_ones(1).expand(len(levels)))
-    else:  # there, scatter_add_ is slow
-        counts = torch.bincount(levels, minlength=num_planes * 256)
-    counts = counts.view(num_planes, 256)
+        counts = torch.zeros(num_planes, 256, dtype=torch.int64, device=images.device)
+        counts.scatter_add_(1, levels, counts.new_ones(1, 1).expand_as(levels))
+    else:  # there, scatter_add_ is slow; plane i has the numbers from 256·i on
+        first = torch.arange(0, 256 * num_planes, 256, dtype=torch.int32)[:, None]
+        counts = torch.bincount((planes + first).view(-1), minlength=256 * num_planes).view(num_planes, 256)
     up_to = counts.cumsum(1)
 
     # A step is the number of pixels for one new level: all but those of the brightest level, divided by 255. The
@@ -291,7 +326,7 @@ def _equalize(images: Tensor, numbers: Tensor, fill: Tensor) -> Tensor:
     below = (up_to - counts).add_(step.div(2, rounding_mode="floor"))
     table = below.div_(step.clamp(min=1), rounding_mode="floor").clamp_(max=255)
     unchanged = torch.arange(256, device=images.device)
-    return torch.where(step == 0, unchanged, table).to(torch.uint8).view(-1).index_select(0, levels).view(images.shape)
+    return torch.where(step == 0, unchanged, table).to(torch.uint8).gather(1, levels).view(images.shape)
 
 
 def _blur(images: Tensor, sigmas: Tensor, fill: Tensor) -> Tensor:
