@@ -17,7 +17,7 @@ from typing import Any
 
 from raytrain.errors import UsageError
 from raytrain.launch.ray.fork_client import worker_program
-from raytrain.launch.ray.private_api import SMALL_HEAD, can_fork, loopback_environment, variables_set
+from raytrain.launch.ray.private_api import SMALL_HEAD, can_fork, loopback_environment, no_agent, variables_set
 
 _LEFT_OUT = "rfc3987_syntax"  # a package that Ray imports and never uses
 _STAND_INS = Path(__file__).with_name("stand_ins")
@@ -196,6 +196,11 @@ def start_head(program: str | None) -> str:
     class Head(node_class):
         def start_api_server(self, **_: Any) -> None:
             """Do not start the dashboard's server."""
+
+        def start_raylet(self, *arguments: Any, **options: Any) -> None:
+            """Start the raylet without the dashboard's agent."""
+            with no_agent(self.get_session_dir_path(), self._node_id):
+                super().start_raylet(*arguments, **options)
 
     parameters = parameters_class(
         include_dashboard=False, include_log_monitor=False, no_monitor=True, worker_path=program

@@ -17,6 +17,7 @@ import importlib
 import logging
 import os
 import re
+import shlex
 import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -29,6 +30,7 @@ from typing import Any
 from raytrain.errors import UsageError
 
 OLDEST, NEWEST_TESTED = (2, 53), (2, 60)
+_AGENT = "--dashboard_agent_command="  # an option of the raylet
 _log = logging.getLogger("raytrain")
 
 
@@ -79,6 +81,17 @@ LATE_VARIABLES = Improvement(
 SMALL_HEAD = Improvement(
     "a Ray that raytrain starts has processes that no run needs, forks none, and starts seconds later",
     ("ray._private.node:Node", "ray._private.parameter:RayParams"),
+)
+NO_AGENT = Improvement(
+    "a Ray that raytrain starts has an agent for a dashboard that it has not, which takes a second of a core",
+    (
+        "ray._private.services:start_ray_process",
+        "ray._private.utils:get_dashboard_dependency_error",
+        "ray._raylet:persist_port",
+        "ray._raylet:METRICS_AGENT_PORT_NAME",
+        "ray._raylet:METRICS_EXPORT_PORT_NAME",
+        "ray._raylet:DASHBOARD_AGENT_LISTEN_PORT_NAME",
+    ),
 )
 PREEMPTION = Improvement(
     "a machine that will be taken away causes no checkpoint: the run resumes from the one before",
@@ -262,6 +275,38 @@ def on_this_node() -> dict[str, str]:
 def can_fork() -> bool:
     """Return whether this Ray's processes can be forked from one that has imported their packages."""
     return bool(FORKED_PROCESSES.find() and LATE_VARIABLES.find())
+
+
+@contextmanager
+def no_agent(session_folder: str, node_id: str) -> Iterator[None]:
+    """Keep a raylet that is started in this context, on this node of a session, from starting the dashboard's agent.
+
+    A raylet waits for the ports of this agent, and ends with it. So the ports get the number -1, with which the agent
+    itself says that it serves none, and in its place the raylet starts a process that does nothing until its standard
+    input, a pipe of the raylet, ends.
+    """
+    api = NO_AGENT.find()
+    if api is None or sys.platform != "linux":
+        yield
+        return
+    start, _, persist_port, *ports = api
+    for port in ports:
+        persist_port(session_folder, node_id, port, -1)
+    idle = shlex.join([sys.executable, "-I", "-S", "-c", "import sys; sys.stdin.read()"])
+
+    def start_with_idle_process(command: list[str], *arguments: Any, **options: Any) -> Any:
+        command = [f"{_AGENT}{idle}" if word.startswith(_AGENT) else word for word in command]
+        return start(command, *arguments, **options)
+
+    services: Any = importlib.import_module("ray._private.services")
+    utils: Any = importlib.import_module("ray._private.utils")
+    services.start_ray_process = start_with_idle_process
+    # Ray asks which agent it can start by importing the dashboard's packages, which takes half a second of a core.
+    utils.get_dashboard_dependency_error, ask = lambda: None, utils.get_dashboard_dependency_error
+    try:
+        yield
+    finally:
+        services.start_ray_process, utils.get_dashboard_dependency_error = start, ask
 
 
 @contextmanager
