@@ -176,9 +176,9 @@ def token_settings() -> dict[str, str]:
 def start_head(program: str | None) -> str:
     """Start a cluster on this machine, which ends with this process; return its address.
 
-    For each of its worker processes, it runs ``program``, or Ray's own if that is None. ``ray.init`` would start three
-    Python processes besides, each of which takes two to four seconds of a core: a server for a dashboard (even without
-    a dashboard), one that sends logs to drivers, and an autoscaler.
+    For each of its worker processes, it runs ``program``, or Ray's own if that is None. ``ray.init`` would start four
+    Python processes besides, each of which takes one to four seconds of a core: a server for a dashboard (even without
+    a dashboard), the dashboard's agent, one that sends logs to drivers, and an autoscaler.
     """
     api = SMALL_HEAD.find()
     if api is None:
@@ -188,7 +188,7 @@ def start_head(program: str | None) -> str:
         return ray.get_runtime_context().gcs_address
 
     # Parameters leave out the process that sends logs and the autoscaler. Only a subclass can leave out the dashboard's
-    # server.
+    # server and its agent.
     node_class: Any
     parameters_class: Any
     node_class, parameters_class = api
