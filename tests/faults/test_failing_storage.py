@@ -43,14 +43,17 @@ AWAY_S = 60.0
 
 
 @pytest.mark.parametrize(
-    ("backend", "fraction", "seed", "max_requests_per_read"),
-    [("local", 0.05, 0, 1.2), ("ray", 0.05, 0, 1.2), ("ray", 0.5, 5, 3.0)],
+    ("backend", "fraction", "seed", "silent_s", "max_requests_per_read"),
+    # Clients give up a silent request after 30 s. If half of all requests fail, the run would do little but wait for
+    # that, so the proxy is the one that gives up.
+    [("local", 0.05, 0, 120.0, 1.2), ("ray", 0.05, 0, 120.0, 1.2), ("ray", 0.5, 5, 2.0, 3.0)],
     indirect=["backend"],
 )
 def test_failed_s3_requests_are_retried_and_counted(
     backend: str,
     fraction: float,
     seed: int,
+    silent_s: float,
     max_requests_per_read: float,
     undisturbed: raytrain.TrainResult,
     images: Path,
@@ -71,7 +74,7 @@ def test_failed_s3_requests_are_retried_and_counted(
         mean=measured.mean,
         std=measured.std,
     )
-    with faulty_s3(s3.endpoint_url, fraction, seed=seed) as proxy:
+    with faulty_s3(s3.endpoint_url, fraction, seed=seed, silent_s=silent_s) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
         result = raytrain.train(options)
     assert all(proxy.outcomes[fault] for fault in FAULTS)

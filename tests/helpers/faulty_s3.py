@@ -73,12 +73,14 @@ def faulty_s3(
     fraction: float = 0.0,
     *,
     seed: int = 0,
+    silent_s: float = _SILENT_S,
     interfere: Interfere = lambda request, body: None,
     sign: Sign | None = None,
 ) -> Iterator[FaultyS3]:
     """Forward requests to the S3 server at ``endpoint_url``, and make ``fraction`` of them fail.
 
-    Signatures stay valid because the Host header is forwarded unchanged; ``sign`` replaces them.
+    A stalled request gets no answer; its connection is closed after ``silent_s``. Signatures stay valid because the
+    Host header is forwarded unchanged; ``sign`` replaces them.
     """
     proxy, closing, upstream = FaultyS3(fraction=fraction), threading.Event(), urlsplit(endpoint_url).netloc
 
@@ -93,7 +95,8 @@ def faulty_s3(
             finally:
                 proxy.end()
             if outcome == "stall":
-                closing.wait(_SILENT_S)
+                closing.wait(silent_s)
+                self.close_connection = True
 
         do_PUT = do_HEAD = do_DELETE = do_POST = do_GET
 
