@@ -484,6 +484,17 @@ def test_a_loss_that_has_diverged_has_no_last_value(visit: Visit, tmp_path: Path
         expect(losses).to_have_text(["2", "–"])
 
 
+def test_a_step_whose_loss_is_no_number_has_no_value_under_the_cursor(visit: Visit, tmp_path: Path) -> None:
+    rows = [step_row(step, loss=None if step in (5, 6, 7) else 0.25) for step in range(1, 12)]
+    store_run(tmp_path, "run", [*rows, evaluation_row(4, loss=0.75)])
+    with page_of(tmp_path, "run") as server:
+        page = visit(server.url)
+        values = page.locator("figure", has_text="Loss").first.locator(".values")
+        expect(values).to_have_text("train0.25validation0.75")
+        page.locator("figure", has_text="Loss").first.locator(".u-over").hover()  # its middle, which is step 6
+        expect(values).to_have_text("step 6train–validation0.75")  # the last evaluation before that step
+
+
 def test_all_charts_of_a_run_have_the_same_steps(visit: Visit, tmp_path: Path) -> None:
     steps = [step_row(step, loss=1 / step) for step in range(1, 41)]
     store_run(tmp_path, "run", [*steps, *(evaluation_row(step, accuracy=0.5) for step in (39, 40))])

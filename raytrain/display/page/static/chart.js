@@ -171,7 +171,7 @@ export class Chart {
     const parts = this.series.flatMap((one, number) => {
       if (one.quiet) return [];
       const column = this.measured[number];
-      const isLost = index == null && one.lost;
+      const isLost = index == null ? one.lost : column[index] === null; // at this step itself the value is no number
       const value = nearest(column, index ?? column.length - 1);
       return value == null && !isLost ? [] : [el("span", {}, swatch(one.label ? one.color : null), one.label ? el("span", { class: "label" }, one.label) : null, el("b", {}, isLost ? UNKNOWN : this.format(value)))];
     });
