@@ -331,6 +331,20 @@ def test_long_names_of_classes_are_seen_with_their_ends(visit: Visit, tmp_path: 
             assert box and end and end["width"] > 0 < end["height"]
             assert max(box["width"], box["height"]) < 160
             assert end["x"] + end["width"] <= box["x"] + box["width"] + 1
+        # Chinese letters lie on their sides as all others do; the turn of a heading would put upright ones on their heads.
+        expect(page.locator(".matrix th[scope=col] .cut").first).to_have_css("text-orientation", "sideways")
+
+
+def test_a_cell_of_a_matrix_of_many_classes_says_what_it_is(visit: Visit, tmp_path: Path) -> None:
+    store = store_run(tmp_path, "run", [step_row(1, loss=1.0)])
+    names = [f"class {number}" for number in range(100)]
+    write_json(store, EVALUATION, {"step": 1, "classes": names, "confusion": [[7, 31, 3]]})
+    with page_of(tmp_path, "run") as server:
+        matrix = visit(server.url).locator("canvas.matrix")
+        side = matrix.evaluate("canvas => canvas.clientWidth / 100")
+        matrix.hover(position={"x": 31.5 * side, "y": 7.5 * side})
+        expect(matrix).to_have_attribute("title", "class 7 taken for class 31: 3")
+        expect(matrix).to_have_accessible_name("confusion matrix of 100 classes")
 
 
 def test_what_is_damaged_in_an_evaluation_hides_nothing_else(visit: Visit, tmp_path: Path) -> None:
@@ -459,6 +473,14 @@ def test_the_numbers_of_an_axis_differ_also_if_its_values_hardly_do(visit: Visit
         page.wait_for_function("window.written.some((text) => text.startsWith('99.4'))")
         ticks = [text for text in page.evaluate("window.written") if text.startswith("99.4")]
         assert {"99.42 %", "99.43 %"} <= set(ticks) and "99.4 %" not in ticks
+
+
+def test_the_numbers_of_an_axis_are_whole_however_large_they_are(visit: Visit, tmp_path: Path) -> None:
+    store_run(tmp_path, "run", [step_row(step, loss=1_000_000.0 + step) for step in range(1, 4)])
+    with page_of(tmp_path, "run") as server:
+        chart = visit(server.url).locator("figure.chart", has_text="Loss").first
+        expect(chart.locator(".u-over")).to_be_visible()
+        assert chart.locator(".u-over").evaluate("over => over.offsetLeft") >= 70  # room for 1,000,001.0
 
 
 def test_a_smoothed_curve_has_the_measured_value_beside_its_name(visit: Visit, tmp_path: Path) -> None:

@@ -141,7 +141,7 @@ export class Chart {
       scales: { x: { time: false, auto: false, distr: this.axis === "rate" ? 3 : 1, range: (plot, low, high) => [low, high] }, y: this.log ? { distr: 3, range: (plot, low, high) => decades(low, high) } : { range: (plot, low, high) => this.limits ?? padded(low, withoutOutliers(plot, low, high, share)) } },
       axes: [
         { ...axis, size: 24, gap: 4, space: 64, label: AXIS_LABELS[this.axis], labelFont: axis.font, labelSize: 14, labelGap: 0, ...(this.axis === "step" && { incrs: WHOLE }), values: (plot, ticks) => ticks.map((tick) => TICKS[this.axis](tick)) },
-        { ...axis, size: 54, gap: 6, values: (plot, ticks, number, space, interval) => ticks.map((tick) => (tick == null ? "" : this.format(tick, interval))) },
+        { ...axis, size: (plot, texts) => Math.max(54, 12 + 7 * Math.max(0, ...(texts ?? []).map((text) => text?.length ?? 0))), gap: 6, values: (plot, ticks, number, space, interval) => ticks.map((tick) => (tick == null ? "" : this.format(tick, interval))) },
       ],
       cursor: { sync: { key: this.sync }, points: { size: 7 }, drag: { x: true, y: false } },
       hooks: {

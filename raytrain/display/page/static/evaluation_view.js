@@ -41,7 +41,7 @@ function gallery(title, about, examples, classes) {
     const said = classes[prediction] ?? prediction, sure = probability == null ? "" : `${(100 * probability).toFixed(0)} %`;
     return el(
       "figure",
-      { class: right ? "right" : "wrong", title: key ?? "" },
+      { class: right ? "right" : "wrong", title: [`${classes[label] ?? label}, predicted ${said}`, key].filter(Boolean).join("\n") },
       el("img", { src: image, alt: `${classes[label] ?? label}, predicted ${said} ${sure}` }),
       el("figcaption", {}, el("b", {}, nameOf(classes[label] ?? label)), el("div", { class: "said" }, nameOf(said), el("i", {}, sure && `(${sure})`))),
     );
@@ -66,8 +66,18 @@ function isCell(cell, count) {
   return Array.isArray(cell) && cell.length === 3 && cell.every((part) => Number.isInteger(part) && part >= 0) && cell[0] < count && cell[1] < count;
 }
 
+/** The counts by "label prediction". */
+function countsOf(cells) {
+  return new Map(cells.map(([label, prediction, count]) => [`${label} ${prediction}`, count]));
+}
+
+/** What a cell says: the class, what it was taken for, and how many times. */
+function about(label, prediction, count, classes) {
+  return `${classes[label]} taken for ${classes[prediction]}: ${formatNumber(count)}`;
+}
+
 function table(cells, classes, totals) {
-  const counts = new Map(cells.map(([label, prediction, count]) => [`${label} ${prediction}`, count]));
+  const counts = countsOf(cells);
   const head = el("tr", {}, el("td"), ...classes.map((name) => el("th", { scope: "col", title: name }, nameOf(name))));
   const rows = classes.map((name, label) => el("tr", {}, el("th", { scope: "row", title: name }, nameOf(name)), ...classes.map((_, prediction) => cell(counts.get(`${label} ${prediction}`) ?? 0, label, prediction, totals, classes))));
   return el("div", { class: "scroll" }, el("table", { class: "matrix" }, head, ...rows));
@@ -75,13 +85,19 @@ function table(cells, classes, totals) {
 
 function cell(count, label, prediction, totals, classes) {
   const fraction = totals[label] ? count / totals[label] : 0;
-  const element = el("td", { title: `${classes[label]} taken for ${classes[prediction]}: ${count}`, "data-right": label === prediction }, count ? formatNumber(count) : "");
+  const element = el("td", { title: about(label, prediction, count, classes), "data-right": label === prediction }, count ? formatNumber(count) : "");
   element.style.setProperty("--share", `${(100 * Math.sqrt(fraction)).toFixed(0)}%`);
   return element;
 }
 
+/** A matrix of too many classes for a table, a pixel for each cell; the cell under the cursor says what it is. */
 function picture(cells, classes, totals) {
-  const canvas = el("canvas", { class: "matrix", width: classes.length, height: classes.length });
+  const counts = countsOf(cells);
+  const point = ({ offsetX, offsetY }) => {
+    const [prediction, label] = [offsetX, offsetY].map((place) => Math.min(classes.length - 1, Math.floor((classes.length * place) / canvas.clientWidth)));
+    canvas.title = about(label, prediction, counts.get(`${label} ${prediction}`) ?? 0, classes);
+  };
+  const canvas = el("canvas", { class: "matrix", width: classes.length, height: classes.length, role: "img", "aria-label": `confusion matrix of ${classes.length} classes`, mousemove: point });
   const context = canvas.getContext("2d");
   for (const [label, prediction, count] of cells) {
     context.fillStyle = `rgba(${label === prediction ? "14, 138, 138" : "200, 80, 20"}, ${Math.sqrt(count / totals[label])})`;

@@ -180,7 +180,7 @@ function redraw() {
 
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
 document.body.append(
-  el("div", { class: "top" }, el("span", { class: "brand" }, "raytrain"), nav, connection, el("button", { type: "button", class: "quiet", click: switchTheme, title: "light or dark" }, "◐")),
+  el("div", { class: "top" }, el("span", { class: "brand" }, "raytrain"), nav, connection, el("button", { type: "button", class: "quiet", click: switchTheme, title: "light or dark", "aria-label": "light or dark" }, "◐")),
   main,
 );
 if (chosen.length) {
