@@ -131,6 +131,12 @@ def _value_of(entry: _Entry, name: str) -> Any:
             f"{entry.where}: {entry.name} looks like a secret, and is not an option; keep keys in the environment or "
             "in a profile of the cloud, never in a file of options."
         )
+    if hint is None and isinstance(entry.value, dict):
+        names = ", ".join(cast("dict[str, Any]", entry.value))
+        raise UsageError(
+            f"{entry.where}: {entry.name} is a section, and options are not divided into sections here; leave this "
+            f"name out, and move what it contains to the top level: {names or 'nothing'}."
+        )
     if hint is None or (name in options_with(Mark.SUBCOMMAND) and name != "recipe"):
         raise UsageError(
             f"{entry.where}: there is no option {entry.name}{similar_options(name)}; `raytrain train custom "
@@ -240,7 +246,9 @@ def _node_value(where: str, node: Any) -> Any:
     if node.id == "mapping" and all(part.id == "scalar" for pair in node.value for part in pair):
         return _without_repetition(where, ((key.value, _node_value(where, value)) for key, value in node.value))
     if node.id != "scalar":
-        raise UsageError(f"{where}: the value is nested; options are not divided into sections here.")
+        raise UsageError(
+            f"{where}: the value is nested, and options are not divided into sections here; move them to the top level."
+        )
     # What is in quotes is a str, and a plain word is what YAML 1.2 makes of it. A whole number with too many digits
     # becomes a float, which no option for whole numbers takes.
     if node.style is not None:
