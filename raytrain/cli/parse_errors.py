@@ -33,9 +33,12 @@ _MAX_COMMANDS = 2  # that an error names because they have an option
 
 @contextmanager
 def as_usage_errors(
-    flags: Collection[str], commands_with: Callable[[str], Sequence[str]], sent_command: Sequence[str] = ()
+    argv: Sequence[str],
+    flags: Collection[str],
+    commands_with: Callable[[str], Sequence[str]],
+    sent_command: Sequence[str] = (),
 ) -> Generator[None]:
-    """Raise UsageError instead of tyro's error box.
+    """Raise UsageError instead of tyro's error box for the words ``argv``.
 
     For the sentence about an unknown flag: it may be a misspelling of one of ``flags``, and ``commands_with`` returns
     the names of the commands that have the flag it is called with. ``sent_command`` is the command that ``submit`` got
@@ -50,21 +53,24 @@ def as_usage_errors(
                 f"{unknown} belongs to the command that is sent, which needs -- before it: "
                 f"`raytrain submit -- {command} …`."
             )
-        raise UsageError(_sentence(event, flags, commands_with))
+        raise UsageError(_sentence(event, argv, flags, commands_with))
 
     with events.on_parse_error(refuse):
         yield
 
 
 def _sentence(
-    event: events.ParseErrorEvent, flags: Collection[str], commands_with: Callable[[str], Sequence[str]]
+    event: events.ParseErrorEvent,
+    argv: Sequence[str],
+    flags: Collection[str],
+    commands_with: Callable[[str], Sequence[str]],
 ) -> str:
     """Return the sentence for a mistake in a command line, which names the word or the argument."""
     if isinstance(event, events.UnrecognizedArgs):
-        return _sentence_on_unknown(event.tokens, flags, commands_with)
+        return _sentence_on_unknown(event.tokens, argv, flags, commands_with)
     if isinstance(event, events.MissingArgs):
         if event.unrecognized_tokens:  # probably the name of the missing argument, misspelt
-            return _sentence_on_unknown(event.unrecognized_tokens, flags, commands_with)
+            return _sentence_on_unknown(event.unrecognized_tokens, argv, flags, commands_with)
         command = f"{event.prog} {event.missing_arguments[0].source_parser.prog_suffix}".strip()
         names = " and ".join(_name(missing.arg) for missing in event.missing_arguments)
         return f"`{command}` needs {names}; see `{command} --help`."
@@ -128,12 +134,27 @@ def how_given(word: str) -> str:
     return ""
 
 
+def _folder_of_several(argv: Sequence[str], word: str) -> tuple[str, str] | None:
+    """Return the option and the folder of ``--data photos/*``, for which the shell put folders; None if it is not that.
+
+    ``word`` is the second of the folders.
+    """
+    at = argv.index(word)
+    option, first = argv[at - 2 : at] if at >= 2 else ("", "")
+    folder, other = (os.path.dirname(path.rstrip("/")) or "." for path in (first, word))
+    is_pattern = option.startswith("--") and folder == other and os.path.isdir(first) and os.path.isdir(word)
+    return (option, folder) if is_pattern else None
+
+
 def _sentence_on_unknown(
-    words: Sequence[str], flags: Collection[str], commands_with: Callable[[str], Sequence[str]]
+    words: Sequence[str],
+    argv: Sequence[str],
+    flags: Collection[str],
+    commands_with: Callable[[str], Sequence[str]],
 ) -> str:
     """Return the sentence about the first of the unknown ``words``; the others may be its values.
 
-    ``flags`` and ``commands_with`` are those of :func:`as_usage_errors`.
+    ``argv``, ``flags`` and ``commands_with`` are those of :func:`as_usage_errors`.
     """
     if words[0] in RECIPES:
         return f"{words[0]} is a recipe, which comes first, as in `raytrain train {words[0]} --data FOLDER`."
@@ -143,9 +164,9 @@ def _sentence_on_unknown(
         if "--data" in flags and os.path.isfile(os.path.join(word, CONFIG)):
             storage, _, run = word.rstrip("/").rpartition("/")
             advice = f"a run is given as {shlex.join(['--name', run, '--storage', storage or '.'])}"
-        elif "--data" in flags and len(words) > 1 and all(map(os.path.exists, words[:2])):  # the shell's photos/*
-            folder = shlex.quote(os.path.dirname(word.rstrip("/")) or ".")
-            advice = f"--data takes one folder, with all images below it, such as --data {folder}"
+        elif folder := _folder_of_several(argv, word):
+            option, path = folder
+            advice = f"{option} takes one folder, with all images below it, such as {option} {shlex.quote(path)}"
         elif "--data" in flags:
             advice = how_given(word) or advice
         return f"There is one argument too many: {word!r}; {advice}."

@@ -138,7 +138,7 @@ def parse_words(argv: Sequence[str], commands: Commands[T], defaults: Mapping[st
     # What `submit` sends needs -- before it, or its options count as those of `submit`.
     sent = list(itertools.dropwhile(lambda word: word not in commands, argv[1:])) if argv[:1] == ["submit"] else []
     sent_command = [] if "--" in argv else sent
-    with as_usage_errors(flags, commands_with, sent_command), redirect_stdout(output):
+    with as_usage_errors(argv, flags, commands_with, sent_command), redirect_stdout(output):
         line = tyro.cli(_CommandLine[choice], prog="raytrain", args=argv, config=_MARKERS, registry=_CONSTRUCTORS)
     return line.command
 
