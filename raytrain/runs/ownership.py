@@ -107,9 +107,12 @@ class Claim:
         """Raise OwnerChanged unless the claim of the run at ``url``, whose content is given, still names this owner."""
         # If the claim is gone, the run was deleted, and one more write must not bring it back.
         if content is None:
+            is_bucket = "://" in url  # which all machines reach by its name
+            other_reason = "" if is_bucket else ", or this machine has another folder there"
+            where = "" if is_bucket else " with --storage on S3 or in a folder that all machines share"
             raise OwnerChanged(
-                f"{url}/{CLAIM} is gone, so this process has stopped: somebody deleted the run, or this machine "
-                "has another folder there; start it again with --storage on S3 or in a folder that all machines share."
+                f"{url}/{CLAIM} is gone, so this process has stopped: somebody deleted the run{other_reason}; start it "
+                f"again{where}."
             )
         try:
             stored = Claim.parse(content)

@@ -315,9 +315,11 @@ def test_a_run_that_was_deleted_is_not_written_again(store: Store) -> None:
     with claim_run(store, "run") as owner:
         for path in [found.path for found in store.list()]:
             store.delete(path)
-        with pytest.raises(OwnerChanged, match=r"claim\.json is gone"):
+        with pytest.raises(OwnerChanged, match=r"claim\.json is gone") as gone:
             write_checkpoint(owner, 1)
         assert list(store.list()) == []
+        is_bucket = "://" in store.url
+        assert ("on S3 or in a folder that all machines share" not in str(gone.value)) == is_bucket
 
 
 def test_the_folder_of_a_run_that_was_deleted_does_not_come_back(tmp_path: Path) -> None:
