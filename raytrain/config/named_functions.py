@@ -7,6 +7,7 @@ import importlib.util
 import os
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager, suppress
 from importlib.machinery import PathFinder
@@ -15,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from raytrain.config.network import timm_name
-from raytrain.config.user_code import in_one_sentence, is_of_user
+from raytrain.config.user_code import in_one_sentence, is_of_user, users_line
 from raytrain.errors import UsageError, did_you_mean, flag
 
 _RAYTRAINS_NETWORKS = "raytrain.models"
@@ -141,12 +142,21 @@ def import_own_file(path: str | Path) -> ModuleType:
 
 @contextmanager
 def _as_program(program: str) -> Generator[None]:
-    """Let sys.argv hold ``program`` alone while a module of the user's is imported: its arguments are raytrain's."""
+    """Let sys.argv hold ``program`` alone while a module of the user's is imported: its arguments are raytrain's.
+
+    Raises UsageError if the module exits, as argparse does if it lacks a required argument.
+    """
     arguments_of_raytrain, sys.argv = sys.argv, [program]
     outer = getattr(_importing, "program", None)
     _importing.program = program
     try:
         yield
+    except SystemExit as error:
+        line = users_line(traceback.extract_tb(error.__traceback__))
+        raise UsageError(
+            f"{os.path.basename(program)} exits when it is imported for its functions{f' ({line})' if line else ''}; "
+            'put what reads arguments or exits below `if __name__ == "__main__":`.'
+        ) from error
     finally:
         sys.argv = arguments_of_raytrain
         _importing.program = outer

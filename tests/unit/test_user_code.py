@@ -43,13 +43,20 @@ def test_the_line_and_the_first_line_of_the_message_are_named() -> None:
         ("from .beside import train\n", r"ImportError: .* \(mistaken.py, line 1: `from .beside import train`\)\.$"),
         # A long line is cut between words, because a part of a secret would not be redacted.
         (f"raise ValueError({'7' * 80!r}, {'8' * 80!r})\n", r"ValueError: .* `raise ValueError\('7{80}', …`\)\.$"),
-        ("import sys\nsys.exit(2)\n", r"SystemExit: 2 \(mistaken.py, line 2: `sys.exit\(2\)`\)\.$"),
     ],
 )
 def test_a_file_that_cannot_be_imported_is_said_with_its_line(code: str, sentence: str, tmp_path: Path) -> None:
     (tmp_path / "mistaken.py").write_text(code)
     with pytest.raises(UsageError, match=rf"--loop .*mistaken.py:train cannot be imported: {sentence}"):
         load_function("--loop", f"{tmp_path}/mistaken.py:train")
+
+
+def test_a_file_that_wants_arguments_is_told_where_to_read_them(tmp_path: Path) -> None:
+    parse = "parser = argparse.ArgumentParser()\nparser.add_argument('--lr', required=True)\nparser.parse_args()\n"
+    (tmp_path / "script.py").write_text(f"import argparse\n{parse}def train(run): ...\n")
+    sentence = r"^script\.py exits .* \(script\.py, line 4: `parser.parse_args\(\)`\); put what reads .* below"
+    with pytest.raises(UsageError, match=sentence):
+        load_function("--loop", f"{tmp_path / 'script.py'}:train")
 
 
 def test_a_file_that_trains_at_its_end_is_refused_when_its_loop_is_imported(tmp_path: Path) -> None:
