@@ -37,6 +37,7 @@ class Ending:
 
     Attributes:
         is_checked: the network, its weights and the options fit together, so that documents of the run may be written.
+        loop_runs: the workers have begun to run the loop.
         outcome: the outcome that the workers reported; None if they have not, or if there is an ``error``.
         error: an error of the user's that ends the run.
         trace: the traceback of ``error``.
@@ -45,6 +46,7 @@ class Ending:
     """
 
     is_checked: bool = False
+    loop_runs: bool = False
     outcome: Outcome | None = None
     error: RaytrainError | None = None
     trace: str = ""
@@ -94,9 +96,9 @@ class Coordinator(RunMonitor):
         """Return the lines that workers have printed or logged since the last call."""
         return [self._printed.popleft() for _ in range(len(self._printed))]
 
-    def note_checked(self) -> None:
-        """Note that the network, its weights and the options fit together."""
-        self._ending.is_checked = True
+    def note_checked(self, loop_runs: bool = True) -> None:
+        """Note that the network, its weights and the options fit together; by default, that the loop begins, too."""
+        self._ending.is_checked, self._ending.loop_runs = True, loop_runs
 
     def conclude(self, outcome: Outcome) -> None:
         """Note the outcome of the run, as worker 0 reports it."""

@@ -189,8 +189,8 @@ class RunSession:
             # Say what a long start waits for: after 15, 30, 60 … seconds.
             waited_s = time.monotonic() - began_at
             if snapshot.status == "starting" and waited_s >= report_start_after_s and self._prepared.group is None:
-                report_start_after_s *= 2
-                _report_long_start(waited_s, is_checked=ending.is_checked)
+                report_start_after_s = 2 * waited_s
+                _report_long_start(waited_s, loop_runs=ending.loop_runs)
 
             # Look after the workers, and ask whether the run has ended.
             for gpu in self._cost.gpus_without_price - self._reported_gpus:
@@ -359,14 +359,12 @@ class RunSession:
         del self._launch  # otherwise its objects in the cluster live until Python's garbage collection
 
 
-def _report_long_start(waited_s: float, *, is_checked: bool) -> None:
+def _report_long_start(waited_s: float, *, loop_runs: bool) -> None:
     """Say what the workers do that have been starting for ``waited_s`` seconds, and whether this machine is busy.
 
-    ``is_checked``: they have found that the network, its weights and the options fit together.
+    ``loop_runs``: they have begun to run the loop.
     """
-    doing = "import torch and the code of the loop, and build the network"
-    if is_checked:
-        doing = "run the loop up to its first batch"
+    doing = "run the loop up to its first batch" if loop_runs else "start, and import torch and the code of the loop"
     load, num_cores, busy = os.getloadavg()[0], cores(), ""
     if load > 2 * num_cores:
         busy = f"; this machine is busy: some {load:.0f} processes share its {format_count(num_cores, 'core')}"

@@ -151,6 +151,7 @@ class RayCoordinator(Coordinator):
 
     def begin_attempt(self, reserved: PlacementGroup | None) -> int:
         """Note that an attempt begins in the placement group ``reserved``; return its number, counted from 0."""
+        self.note_checked()
         self._reserved = reserved
         self._num_attempts += 1
         return self._num_attempts - 1

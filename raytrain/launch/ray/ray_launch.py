@@ -95,7 +95,7 @@ class RayLaunch:
             coordinator, credentials, self._lender = open_coordinator(
                 prepared, opened, num_workers=self.num_workers, **prepared.monitor_arguments(self._spec.plan)
             )
-            coordinator.note_checked.remote()
+            coordinator.note_checked.remote(False)  # by this process, so that the workers need not tell
             if self._owns_feed:
                 opened.callback(self._feed.close)  # the feeders, if the start fails before the feed does
                 self._feed.connect(coordinator, credentials, self._placement)
