@@ -131,8 +131,9 @@ def _value_of(entry: _Entry, name: str) -> Any:
             f"{entry.where}: {entry.name} looks like a secret, and is not an option; keep keys in the environment or "
             "in a profile of the cloud, never in a file of options."
         )
-    if hint is None and isinstance(entry.value, dict):
-        names = ", ".join(cast("dict[str, Any]", entry.value))
+    value: Any = entry.value
+    if hint is None and isinstance(value, dict):
+        names = ", ".join(cast("dict[str, Any]", value))
         raise UsageError(
             f"{entry.where}: {entry.name} is a section, and options are not divided into sections here; leave this "
             f"name out, and move what it contains to the top level: {names or 'nothing'}."
