@@ -17,6 +17,7 @@ from .errors import TrainingFailed as TrainingFailed
 from .errors import UsageError as UsageError
 from .experiments.compare import compare as compare
 from .experiments.sweep_result import SweepResult as SweepResult
+from .experiments.track import track as track
 from .inference.classifier import Classifier as Classifier
 from .inference.classifier import load as load
 from .inference.evaluate import evaluate as evaluate
@@ -29,7 +30,6 @@ from .launch.train import stop as stop
 from .loader.image_loader import ImageLoader as ImageLoader
 from .runs.outcome import TrainResult as TrainResult
 from .storage.filesystem import filesystem as filesystem
-from .trackers.open_trackers import track as track
 from .trackers.tracker import Tracker as Tracker
 from .training.batches.augmentation import Augmentation as Augmentation
 from .training.batches.batch import Batch as Batch

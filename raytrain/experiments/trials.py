@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -102,6 +103,24 @@ def trial_names(sweep: Sweep, name: str) -> list[str]:
 def num_digits(sweep: Sweep) -> int:
     """Return the number of digits in a trial's name: at least two, and as many as the last trial needs."""
     return sweep.digits or max(2, len(str(sweep.num_trials - 1)))
+
+
+def sweep_of(storage: str, run: str, plans: dict[str, Sweep | None] | None = None) -> str | None:
+    """Return the name of the sweep of which ``run`` is a trial, begun or not; None if it is a run of its own.
+
+    A run of its own may be called rates-2024, beside a sweep called rates that has four trials: its names are those of
+    its plan alone. ``plans`` keeps the plans that are read, for whoever asks about many runs.
+    """
+    match = re.fullmatch(r"(.+)-([0-9]{2,9})", run)
+    if match is None:
+        return None
+    name, number = match[1], int(match[2])
+    plans = {} if plans is None else plans
+    if name not in plans:
+        plans[name] = parse_sweep(read_json(run_store(storage, name).fail_fast(), SWEEP))
+    sweep = plans[name]
+    is_trial = sweep is not None and number < sweep.num_trials and len(match[2]) == num_digits(sweep)
+    return name if is_trial else None
 
 
 def names_of(storage: str, name: str) -> list[str]:

@@ -331,7 +331,7 @@ def test_long_names_of_classes_are_seen_with_their_ends(visit: Visit, tmp_path: 
             assert box and end and end["width"] > 0 < end["height"]
             assert max(box["width"], box["height"]) < 160
             assert end["x"] + end["width"] <= box["x"] + box["width"] + 1
-        # Chinese letters lie on their sides as all others do: the turn of a heading would put them on their heads.
+        # Chinese letters lie on their sides, too: the heading is turned, and upright ones stood on their heads.
         expect(page.locator(".matrix th[scope=col] .cut").first).to_have_css("text-orientation", "sideways")
 
 

@@ -333,12 +333,15 @@ def test_only_a_run_that_is_over_is_sent_later(tmp_path: Path) -> None:
 def test_a_sweep_stands_for_its_trials_which_are_shown_together(tmp_path: Path) -> None:
     sweep = stored_run(tmp_path, [], name="rates")
     write_json(sweep, SWEEP, {"vary": ["seed=0,1,2"], "points": [{"seed": number} for number in range(3)]})
-    for name in ("rates-00", "rates-01", "rates-of-others"):  # the third trial has not started
+    for name in ("rates-00", "rates-01", "rates-of-others", "rates-2024"):  # the third trial has not started
         stored_run(tmp_path, step_rows(1, 5), name=name)
     result = raytrain.track("rates", "tensorboard", storage=str(tmp_path))
     assert (result.rows, result.trackers) == (10, ["tensorboard"])
     assert result.places == [f"tensorboard --logdir {tmp_path}/rates/tensorboard"]
     assert {file.parent.name for file in tmp_path.rglob("events.*")} == {"rates-00", "rates-01"}
+    assert raytrain.track("rates-2024", "tensorboard", storage=str(tmp_path)).places == [
+        f"tensorboard --logdir {tmp_path}/rates-2024/tensorboard"
+    ]
     with pytest.raises(UsageError, match="'rates' is a sweep, and an object takes one run; name trackers"):
         raytrain.track("rates", Recorder(), storage=str(tmp_path))
 

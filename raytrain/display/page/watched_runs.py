@@ -20,7 +20,8 @@ from raytrain.errors import RaytrainError, StorageError, shell_command
 from raytrain.experiments.best_metric import BestMetric, best_metric_of
 from raytrain.experiments.compare import not_compared
 from raytrain.experiments.find_rate import stored_suggestion
-from raytrain.experiments.trials import names_of
+from raytrain.experiments.sweep_plan import Sweep
+from raytrain.experiments.trials import names_of, sweep_of
 from raytrain.monitor.run_reader import RunReader
 from raytrain.monitor.snapshot import Snapshot
 from raytrain.monitor.stop_request import request_stop
@@ -28,7 +29,6 @@ from raytrain.runs.documents import (
     EVALUATION,
     SUMMARY,
     SUSPICIOUS_LABELS,
-    SWEEP,
     VALIDATION_MANIFEST,
     ignore,
     plain,
@@ -70,6 +70,7 @@ class WatchedRuns:
         self.feeds = [RunFeed(name) for name in names]
         self.phase = ""  # of the start of a run, such as ``listing the images``
         self._keys: dict[tuple[str, str], Any] = {}  # of validation images, by run and the start of its first attempt
+        self._sweeps: dict[str, str | None] = {}  # of which runs are trials, by the name of the run; None for others
         self._sweep_dollars: dict[str, float] = {}  # cost of all trials together so far, by the name of the sweep
         self.on_change: Callable[[], object] = lambda: None
         """Called after each change, in any thread."""
@@ -95,7 +96,7 @@ class WatchedRuns:
         of their sweeps, and the command that shows them again.
         """
         runs = [feed.name for feed in self.feeds_of(chosen)]
-        sweeps = {_sweep_name(name) for name in runs}
+        sweeps = {self._sweeps.get(name) for name in runs}
         sweep_dollars = {name: dollars for name, dollars in self._sweep_dollars.items() if name in sweeps}
         return {
             "storage": self.storage,
@@ -189,9 +190,9 @@ class WatchedRuns:
 
         # A trial is resumed by the command of its sweep.
         subcommand, verb = "train", "Resume"
-        sweep = _sweep_name(name)
-        if sweep is not None and (sweep_store := run_store(self.storage, sweep)).exists(SWEEP):
-            name, config, subcommand, verb = sweep, read_config(sweep_store, ignore), "sweep", "Resume the sweep"
+        if (sweep := sweep_of(self.storage, name)) is not None:
+            sweep_config = read_config(run_store(self.storage, sweep), ignore)
+            name, config, subcommand, verb = sweep, sweep_config, "sweep", "Resume the sweep"
         anywhere = dataclasses.replace(
             config, name=name, storage=self.storage, workers="auto", device="auto", worker_load=None
         )
@@ -247,19 +248,20 @@ class StoredRuns(WatchedRuns):
 
         Storage that is out of reach may be back the next time; until then, viewers see the error.
         """
-        # Trials of a sweep may share machines, so the sweep has a cost of its own. The thread of its first trial reads
-        # that, too.
-        sweep = _sweep_name(feed.name)
-        is_first = sweep is not None and feed.name == next(
-            trial.name for trial in self.feeds if _sweep_name(trial.name) == sweep
-        )
+        # Trials of a sweep may share machines, so the sweep has a cost of its own. The thread that is the first to know
+        # a trial of it reads that, too.
+        priced_sweep: str | None = None
         while not self._closed.is_set():
             started = time.monotonic()
             try:
                 if reader.exists():  # a trial of a sweep may start later
                     self.update(reader.snapshot(feed.cursor))
-                if sweep is not None and is_first:
-                    self._read_cost(sweep)
+                if feed.name not in self._sweeps:
+                    sweep = sweep_of(self.storage, feed.name)
+                    priced_sweep = None if sweep in [*self._sweeps.values()] else sweep
+                    self._sweeps[feed.name] = sweep
+                if priced_sweep is not None:
+                    self._read_cost(priced_sweep)
             except RaytrainError as error:
                 feed.report(str(error))
                 self.on_change()
@@ -268,10 +270,9 @@ class StoredRuns(WatchedRuns):
                 self._closed.wait(max(_READ_EVERY_S, (time.monotonic() - started) / _READ_FRACTION))
 
     def _read_cost(self, name: str) -> None:
-        """Read what a sweep has cost so far, if there is a sweep of this name, started with --price."""
-        store = run_store(self.storage, name).fail_fast()
-        dollars = read_status(store).dollars
-        if dollars is not None and dollars != self._sweep_dollars.get(name) and store.exists(SWEEP):
+        """Read what a sweep has cost so far, if it was started with --price."""
+        dollars = read_status(run_store(self.storage, name).fail_fast()).dollars
+        if dollars is not None and dollars != self._sweep_dollars.get(name):
             self._sweep_dollars[name] = dollars
             self.on_change()
 
@@ -318,21 +319,21 @@ class HomeRuns(StoredRuns):
         left_out: list[str] = []
         runs = list_runs(self.storage, left_out.append)
 
-        # Runs called rates-00 and rates-01 belong to the sweep rates, if that is in the list too. If rates is a run
-        # of its own, they are just others with similar names.
-        prefix_of = {run.name: _sweep_name(run.name) for run in runs}
-        listed = {run.name for run in runs}.intersection(filter(None, prefix_of.values()))
-        sweeps = {name for name in listed if run_store(self.storage, name).fail_fast().exists(SWEEP)}
+        # Trials are shown below their sweep, if that is in the list, too.
+        listed = {run.name for run in runs}
+        plans: dict[str, Sweep | None] = {}
+        sweeps = {
+            run.name: sweep_of(self.storage, run.name, plans) for run in runs if run.name.rpartition("-")[0] in listed
+        }
 
         entries: list[dict[str, Any]] = []
         for number, run in enumerate(runs):
             metric = best_metric_of(run.config)
             measured = self._measured(run, metric) if number < _NUM_CURVES else _Measured([], None)
-            prefix = prefix_of[run.name]
             entries.append(
                 {
                     **run_info_json(run),
-                    "group": prefix if prefix in sweeps else None,
+                    "group": sweeps.get(run.name),
                     "metric": _metric_json(metric),
                     "measured": measured.curve,
                     "best_value": run.best_value if measured.best is None else measured.best,
@@ -361,12 +362,6 @@ class _Measured(NamedTuple):
 
     curve: list[float | None]
     best: float | None
-
-
-def _sweep_name(run: str) -> str | None:
-    """Return the sweep to which a run belongs if it is a trial, by its name: rates for rates-03; None for others."""
-    match = re.fullmatch(r"(.+)-\d+", run)
-    return match[1] if match else None
 
 
 def _metric_json(metric: BestMetric) -> dict[str, Any]:
