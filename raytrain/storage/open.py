@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import tempfile
 import uuid
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -161,9 +162,10 @@ def read_input(name: str, option: str | None = None) -> bytes:
 
 
 def check_output(output: str | None, suffixes: tuple[str, ...], option: str = "--output") -> None:
-    """Raise UsageError unless ``output``, which ``option`` gives, has one of ``suffixes`` and its folder exists.
+    """Raise UsageError unless ``output``, which ``option`` gives, has one of ``suffixes`` and can be written.
 
-    Of a URL, only the form is checked: no request is sent. None, if the option is not given, is right.
+    Called before the work that makes its content, which would be lost. Of a URL, only the form is checked: no request
+    is sent. None, if the option is not given, is right. Raises StorageError if the folder takes no files.
     """
     if output is None:
         return
@@ -171,8 +173,18 @@ def check_output(output: str | None, suffixes: tuple[str, ...], option: str = "-
         raise UsageError(f"{option} is {output!r}; its name must end in {' or '.join(suffixes)}.")
     if "://" in output:
         _open_folder(output)  # checks the URL
-    elif not (folder := Path(absolute_path(output)).parent).is_dir():
-        raise UsageError(f"{option} is {output!r}, but there is no folder {folder}; create it first.")
+        return
+    path = Path(absolute_path(output))
+    if not path.parent.is_dir():
+        raise UsageError(f"{option} is {output!r}, but there is no folder {path.parent}; create it first.")
+    if path.is_dir():
+        raise UsageError(f"{option} is {output!r}, which is a folder; name a file in it, or another one beside it.")
+    try:
+        tempfile.TemporaryFile(dir=path.parent).close()
+    except FileNotFoundError as error:
+        raise _no_file_there(output) from error
+    except OSError as error:
+        raise explain_os_error(error, output) from error
 
 
 def write_output(output: str, content: bytes) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from raytrain.errors import UsageError
+from raytrain.errors import StorageError, UsageError
 from raytrain.storage.folder import FolderStore
 from raytrain.storage.open import check_output, write_output
 
@@ -29,3 +29,13 @@ def test_a_bucket_alone_is_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(UsageError, match="bucket"):
         write_output("s3://x.csv", b"")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_place_that_takes_no_file_is_refused_before_the_work(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match=r"/proc/x\.csv cannot be written: no file can be made there"):
+        check_output("/proc/x.csv", (".csv",))
+    (tmp_path / "x.csv").mkdir()
+    with pytest.raises(UsageError, match="which is a folder; name a file in it"):
+        check_output(f"{tmp_path}/x.csv", (".csv",))
+    check_output(f"{tmp_path}/y.csv", (".csv",))
+    assert [path.name for path in tmp_path.iterdir()] == ["x.csv"]
