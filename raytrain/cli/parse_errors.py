@@ -171,7 +171,8 @@ def _sentence_on_unknown(
             advice = how_given(word) or advice
         return f"There is one argument too many: {word!r}; {advice}."
     name = words[0].partition("=")[0]
-    meant = flag(option_known_as(name.removeprefix("--")) or "")
+    option = option_known_as(name.removeprefix("--")) or name.removeprefix("--").replace("-", "_")
+    meant = flag(option)
     commands = commands_with(name)
     if name in flags and commands:  # it exists, but stands before its command, as in `raytrain --data photos train`
         command = "train" if "train" in commands else commands[0]
@@ -179,7 +180,9 @@ def _sentence_on_unknown(
     if 0 < len(commands) <= _MAX_COMMANDS:
         owners = " and ".join(f"`raytrain {command}`" for command in commands)
         return f"There is no option {name} here; {owners} {'has' if len(commands) == 1 else 'have'} it."
-    hint = f" (did you mean {meant}?)" if meant in flags else did_you_mean(name, flags)
     if "--data" in flags and (reason := why_needless(name.removeprefix("--"))):
-        hint = f": {reason}"
+        return f"There is no option {name}: {reason}."
+    if "--config" in flags and option in hints_of(TrainConfig) and meant not in flags:
+        return f"`raytrain {argv[0]}` takes no {meant}: it sets that itself, or does without; leave it out."
+    hint = f" (did you mean {meant}?)" if meant in flags else did_you_mean(name, flags)
     return f"There is no option {name}{hint}."

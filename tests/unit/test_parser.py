@@ -277,6 +277,7 @@ def test_options_may_come_before_the_command(stored: TrainConfig) -> None:
         ("train cifar10 --jsn", "There is no option --jsn (did you mean --json?)."),
         ("train --recipe digits", "There is no option --recipe: a recipe stands before all options, as in `raytrain"),
         ("find-rate cifar10 --rates 1 --resume", "There is no option --resume here; `raytrain train` and `raytrain sw"),
+        ("find-rate cifar10 --rates 1 --lr 1", "`raytrain find-rate` takes no --learning-rate: it sets that itself"),
         ("train cifar10 --rates 1", "There is no option --rates here; `raytrain find-rate` has it."),
         ("train cifar10 --epochs many", "--epochs is 'many'; it must be a whole number."),
         ("train cifar10 --max-steps 1.5", "--max-steps is '1.5'; it must be a whole number."),
