@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, TypeVar
 from obstore.exceptions import GenericError, InvalidPathError
 
 from raytrain.errors import OwnerChanged, StorageError
-from raytrain.storage.bucket_client import BucketClient, BucketConnection, bucket_and_root
+from raytrain.storage.bucket_client import PARTS_AT_A_TIME, BucketClient, BucketConnection, bucket_and_root
 from raytrain.storage.clouds.cloud import Cloud
 from raytrain.storage.clouds.s3 import S3
 from raytrain.storage.conditional_writes import (
@@ -50,7 +50,7 @@ T = TypeVar("T")
 
 _log = logging.getLogger("raytrain")
 
-_PART_BYTES = 5 << 20  # larger objects are uploaded in parts, several at a time
+_PART_BYTES = 5 << 20  # larger objects are uploaded in parts, PARTS_AT_A_TIME at a time
 _DOCUMENT_BYTES = 16 << 20  # an owner writes objects up to this size conditionally, in one request
 _BRIEF_BYTES = 1 << 20  # an owner has a short limit for objects smaller than this
 _OWNERS_REQUEST_S = 15.0  # that limit, half a lease: after a whole one, another process may be the owner
@@ -64,6 +64,35 @@ _LEADING_SLASH = "An object of {} has a name that begins with a slash, which can
 
 _cached_client = lru_cache(maxsize=32)(BucketClient)
 _client_lock = threading.Lock()  # the cache alone would let concurrent threads create a client each
+
+
+class _Sending:
+    """The uploads of this process: small objects of ``_PART_BYTES`` together at a time, or a large one alone.
+
+    The time in which a request is sent counts towards its limit. So if many share a slow line, none would be over in
+    time, and all would be sent again, for ever.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._free_bytes = _PART_BYTES
+
+    @contextmanager
+    def room_for(self, num_bytes: int) -> Generator[None]:
+        """Wait until an object of ``num_bytes`` may be sent, and take its room for the ``with`` block."""
+        taken = min(num_bytes, _PART_BYTES)
+        with self._changed:
+            self._changed.wait_for(lambda: self._free_bytes >= taken)
+            self._free_bytes -= taken
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._free_bytes += taken
+                self._changed.notify_all()
+
+
+_sending = _Sending()
 
 
 class UnusableNames(StorageError):
@@ -206,11 +235,13 @@ class BucketStore(Store):
 
         If the store has a guard, the owner is checked each time that the request is sent.
         """
+        num_bytes = content.stat().st_size if isinstance(content, Path) else len(content)
 
         def request(client: ObjectStore) -> None:
             self._check_owner(client)
             try:
-                client.put(path, content, chunk_size=_PART_BYTES)
+                with _sending.room_for(num_bytes):
+                    client.put(path, content, chunk_size=_PART_BYTES, max_concurrency=PARTS_AT_A_TIME)
             except Exception as error:
                 if not is_transient(error):
                     self._check_owner(client)  # perhaps another owner has aborted this upload

@@ -43,6 +43,7 @@ RETRIES: RetryConfig = {
         "base": 2,
     },
 }
+PARTS_AT_A_TIME = 4  # of a large upload. Many more would share a slow line, and each take longer than its limit
 _NO_RETRIES: RetryConfig = {**RETRIES, "max_retries": 0}
 _PAGE_CHECK_S = 5.0  # time in which the server must answer; after it, the check of its pages is left out
 
@@ -90,6 +91,9 @@ class BucketClient:
         options = client_options(cloud)
         if self._connection.request_s is not None:
             options["timeout"] = timedelta(seconds=self._connection.request_s)
+        if self._connection.multipart and isinstance(limit := options.get("read_timeout"), timedelta):
+            # The limit until the answer begins includes the time in which a part is sent, beside the others.
+            options["read_timeout"] = PARTS_AT_A_TIME * limit
         return _OBSTORE_CLASSES[cloud.name](
             bucket,
             prefix=root.rstrip("/") or None,

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import numpy as np
@@ -57,6 +61,38 @@ def test_all_data_arrives_despite_faults_and_without_a_flood_of_retries(
         assert not store.exists("nowhere")
         store.delete("written/2")
         assert not direct.exists("written/2")
+
+
+class SlowLine:
+    """Delays each answer to a large upload, and counts the bytes of all uploads that are sent at the same time."""
+
+    def __init__(self) -> None:
+        self.bytes_at_once = self.max_bytes_at_once = 0
+        self._lock = threading.Lock()
+
+    def interfere(self, request: BaseHTTPRequestHandler, body: bytes) -> None:
+        is_part = "partNumber" in request.path
+        self._count(0 if is_part else len(body))
+        time.sleep(1.0 if is_part else 0.02)
+        self._count(0 if is_part else -len(body))
+
+    def _count(self, num_bytes: int) -> None:
+        with self._lock:
+            self.bytes_at_once += num_bytes
+            self.max_bytes_at_once = max(self.max_bytes_at_once, self.bytes_at_once)
+
+
+@pytest.mark.usefixtures("short_timeout")
+def test_uploads_over_a_slow_line_arrive(s3: S3Server, s3_url: str) -> None:
+    line, direct, small = SlowLine(), open_store(s3_url), bytes(1 << 20)
+    with faulty_s3(s3.endpoint_url, interfere=line.interfere) as proxy:
+        store = open_store(s3_url, cloud=S3(proxy.url, "us-east-1"))
+        store.put("large", bytes(12 << 20))  # Each part takes twice as long as the answer to another request may.
+        assert direct.get("large") == bytes(12 << 20)
+        with ThreadPoolExecutor(20) as pool:
+            list(pool.map(lambda number: store.put(f"small/{number}", small), range(20)))
+        assert len(list(direct.list("small"))) == 20
+        assert 2 * len(small) <= line.max_bytes_at_once <= 5 * len(small)
 
 
 @pytest.mark.usefixtures("short_timeout")
