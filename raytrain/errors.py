@@ -74,7 +74,7 @@ def current_folder() -> str:
 class StorageError(RaytrainError):
     """Storage (a folder or a bucket) refuses access, is missing, or cannot be reached; the sentence says what to do.
 
-    Example: ``raytrain.train(TrainConfig(data="s3://no-such-bucket", batch_size=32))`` raises it.
+    Example: ``raytrain.train(raytrain.recipes.cifar10(data="s3://no-such-bucket"))`` raises it.
     """
 
     exit_code = 2

@@ -52,7 +52,7 @@ def train(
         TrainingFailed: the run ended early; the sentence says why and how to resume.
 
     Example:
-        >>> result = raytrain.train(TrainConfig(data="s3://bucket/images", epochs=5))
+        >>> result = raytrain.train(raytrain.recipes.custom(data="s3://bucket/images", epochs=5))
         >>> print(result.validation_accuracy)
     """
     with default_view(view) as shown:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import raytrain
+from raytrain.launch.option_checks import check_options
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "notebooks").glob("*.ipynb"))]
@@ -65,6 +66,14 @@ def test_what_raytrain_gives_is_in_the_reference_with_an_example() -> None:
     documents = {name: inspect.getdoc(getattr(raytrain, name)) or "" for name in raytrain.__all__}
     without = [name for name, text in documents.items() if not re.search(r"Example|>>>|::\n\n", text)]
     assert without == []
+
+
+@pytest.mark.parametrize("name", raytrain.__all__)
+def test_the_options_that_an_example_trains_with_suffice(name: str) -> None:
+    document = inspect.getdoc(getattr(raytrain, name)) or ""
+    for config in re.findall(r"raytrain\.(?:train|start|profile)\(([\w.]+\([^()]*\))", document):
+        names = {"raytrain": raytrain, "TrainConfig": raytrain.TrainConfig, "recipes": raytrain.recipes}
+        check_options(eval(config, names))
 
 
 def test_what_the_reference_names_exists_and_says_what_it_is() -> None:
