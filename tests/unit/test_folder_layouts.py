@@ -130,6 +130,23 @@ def test_training_and_test_folders_in_each_class_are_used_as_such(tmp_path: Path
     assert counts(opened(tmp_path / "a")) == {"cat": (3, 3), "dog": (3, 3)}
 
 
+def test_numbered_folders_of_one_part_are_used_together(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    places = ("train.X1/cat", "train.X2/dog", "val.X/cat", "val.X/dog")
+    images = opened(tree(tmp_path / "parts", *places))
+    assert images.train.class_counts().tolist() == images.validation.class_counts().tolist() == [4, 4]
+    assert "The folders train.X1, train.X2 of" in caplog.text and "training on 8" in caplog.text
+
+    # In folds, the second one may have the validation images of the first one for training.
+    images = opened(
+        tree(
+            tmp_path / "folds",
+            *(f"{part}{fold}/{name}" for part in ("train", "val") for fold in (1, 2) for name in ("cat", "dog")),
+        )
+    )
+    assert len(images.train) == len(images.validation) == 8
+    assert "Not used" in caplog.text and "8 images in train2/" in caplog.text
+
+
 @pytest.mark.parametrize("layout", ["{part}/{name}", "{name}/{part}"])
 def test_three_folders_are_three_parts(layout: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     parts = [layout.format(part=part, name=name) for part in ("train", "val", "test") for name in ("cat", "dog")]

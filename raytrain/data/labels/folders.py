@@ -41,6 +41,7 @@ from raytrain.data.labels.part_names import (
     is_part,
     is_training,
     names_of_parts,
+    numbered_names,
     part_like,
     parts_among,
 )
@@ -248,7 +249,8 @@ def _parts_above_classes(paths: list[tuple[str, ...]], tops: set[str], url: str)
     classes or different ones, or other folders are beside them.
     """
     # There must be a folder of training images, and one or two of held-out images.
-    folder_of: dict[Part, str] = {part: names[0] for part, names in names_of_parts(tops).items()}
+    names_of = names_of_parts(tops)
+    folder_of: dict[Part, str] = {part: names[0] for part, names in names_of.items()}
     held_out = [folder_of[part] for part in HELD_OUT if part in folder_of]
     if "train" not in folder_of or not held_out:
         return None
@@ -259,6 +261,11 @@ def _parts_above_classes(paths: list[tuple[str, ...]], tops: set[str], url: str)
     # the same name is skipped, and so are folders that all images share, as in train/images/cat.
     below_parts = [path[2:] if len(path) > 2 and path[1] == path[0] else path[1:] for path in paths]
     below_parts = _below_shared_folders(below_parts)
+
+    # A large part may come in numbered folders, such as train.X1 and train.X2: all are used, under the first name.
+    if numbered := numbered_names(names_of):
+        _log.warning("The folders %s of %s are used as one, %s/.", first_names(numbered), url, numbered[0])
+        paths = [(numbered[0], *path[1:]) if path and path[0] in numbered else path for path in paths]
     classes_in = {
         folder: {below[0] for path, below in zip(paths, below_parts, strict=True) if below and path[0] == folder}
         for folder in (train, *held_out)

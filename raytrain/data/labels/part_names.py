@@ -6,7 +6,7 @@ A name means a part if one of its words does, as in seg_train, Training Set or p
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping
 from typing import Literal
 
 Part = Literal["train", "validation", "test"]
@@ -18,6 +18,7 @@ _TRAIN = re.compile(r"(train|training|trainval)" + _OF_IMAGES)
 _TEST = re.compile(r"(public|private)?(test|testing)" + _OF_IMAGES)
 _VALIDATION = re.compile(r"(val|valid|validation|validate|eval|evaluation|dev|holdout|heldout)" + _OF_IMAGES)
 _WORDS = re.compile(r"[ _.-]+")
+_NUMBER = re.compile(r"[ _.-]*\d+$")
 
 
 def is_training(name: str) -> bool:
@@ -48,6 +49,17 @@ def names_of_parts(names: Iterable[str]) -> dict[Part, tuple[str, ...]]:
         if names_of_part := tuple(name for name in ordered if _has_word(kind, name)):
             names_of[part] = names_of_part
     return names_of
+
+
+def numbered_names(names_of: Mapping[Part, tuple[str, ...]]) -> tuple[str, ...]:
+    """Return the names of one part that differ only in a number at their end, as train.X1 and train.X2; else none.
+
+    If several parts have more than one name, as in train1, val1, train2 and val2, they may be folds of a
+    cross-validation, in which an image is for training once and held out another time.
+    """
+    several = [names for names in names_of.values() if len(names) > 1]
+    stems = {_NUMBER.sub("", name.lower()) for names in several for name in names}
+    return several[0] if len(several) == 1 and len(stems) == 1 else ()
 
 
 def parts_among(names: Iterable[str]) -> list[str]:
