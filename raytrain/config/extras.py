@@ -6,13 +6,25 @@ and ``pip install 'raytrain[onnx]'`` fits nobody.
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import shlex
 import sys
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
+from raytrain.errors import UsageError
+
 _ROOT = Path(__file__).parents[2]  # a checkout has pyproject.toml there
+
+
+def require_package(option: str, package: str, extra_name: str) -> None:
+    """Raise UsageError if a ``package`` of the extra ``extra_name``, which ``option`` needs, is not installed.
+
+    It is not imported. Example: ``require_package("--optimizer lion", "timm", "timm")``
+    """
+    if importlib.util.find_spec(package) is None:
+        raise UsageError(f"{option} needs {package}, which is not installed; install {extra(extra_name)}.")
 
 
 def pip_install(packages: str) -> str:

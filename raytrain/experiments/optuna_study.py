@@ -19,10 +19,9 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from raytrain.config.extras import extra
+from raytrain.config.extras import require_package
 from raytrain.errors import UsageError
 from raytrain.experiments.search_space import Point, Range, Space, points
 from raytrain.experiments.sweep_options import Pruner, Sampler
@@ -40,31 +39,18 @@ _CHOICES_PER_POINT = 20  # of the sampler, before chance chooses in its place
 
 def check_optuna(sampler: Sampler | None, pruner: Pruner | None) -> None:
     """Raise UsageError if a sampler or pruner of Optuna's is given, and a package that it needs is not installed."""
-    if sampler is None and pruner is None:
-        return
-    packages = ["optuna"]
-    if sampler in _PACKAGE_OF_SAMPLER:
-        packages.append(_PACKAGE_OF_SAMPLER[sampler])
-    for package in packages:
-        if not find_spec(package):
-            option = f"--sampler {sampler}" if sampler else f"--pruner {pruner}"
-            raise UsageError(f"{option} needs {package}, which is not installed; install {extra('optuna')}.")
+    if sampler is not None or pruner is not None:
+        option = f"--sampler {sampler}" if sampler else f"--pruner {pruner}"
+        for package in ("optuna", _PACKAGE_OF_SAMPLER.get(sampler or "", "optuna")):
+            require_package(option, package, "optuna")
 
 
 class SweepStudy:
     """The study of a sweep, which any thread may use; if the sweep resumes, it has the trials of the stored log.
 
-    Trials are numbered from 0. Their values are those of the metric by which the sweep compares trials.
-
-    Args:
-        store: the sweep's folder in storage.
-        space: the options in which trials differ, with their values.
-        sampler: the sampler that chooses points; None if the sweep gives all points by :meth:`give`.
-        pruner: the pruner that stops trials early; None if none of Optuna's does.
-        seed: the seed of the sampler.
-        is_lower_better: True if the smallest value is the best.
-        num_epochs: the epochs of the longest trial.
-        is_resumed: True to replay the stored log; otherwise the log is emptied.
+    Trials are numbered from 0. Their values are those of the metric by which the sweep compares trials. Without a
+    ``sampler``, the sweep gives all points by :meth:`give`; without a ``pruner``, none of Optuna's stops trials. The
+    longest trial has ``num_epochs``. The log is emptied, unless ``is_resumed``: then it is replayed.
 
     Example::
 
@@ -314,10 +300,7 @@ def _sampler(name: Sampler | None, seed: int, seed_of_choice: int) -> optuna.sam
 
 
 def _pruner(name: Pruner | None, num_epochs: int) -> optuna.pruners.BasePruner:
-    """Return a pruner of Optuna's with its own defaults; without a name, one that stops no trial.
-
-    Values are measured after epochs, of which the longest trial has ``num_epochs``.
-    """
+    """Return a pruner of Optuna's with its own defaults; without a name, one that stops no trial."""
     from optuna import pruners
 
     if name == "median":

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from importlib import import_module
-from importlib.util import find_spec
 from typing import TypeAlias, cast
 
-from raytrain.config.extras import extra
+from raytrain.config.extras import require_package
 from raytrain.config.named_functions import load_function
 from raytrain.errors import UsageError, did_you_mean
 from raytrain.trackers.tracker import Tracker
@@ -71,8 +70,7 @@ def _named_tracker(tracker: object) -> NamedTracker:
     # The name of a built-in tracker, whose package may be missing.
     if tracker in _BUILT_IN:
         module, class_name, package = _BUILT_IN[tracker]
-        if find_spec(package) is None:
-            raise UsageError(f"--track {tracker} needs {package}, which is not installed; install {extra(tracker)}.")
+        require_package(f"--track {tracker}", package, tracker)
         return NamedTracker(tracker, lambda run: getattr(import_module(module), class_name)(run))
 
     # The name of a class of the user's.

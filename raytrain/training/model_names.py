@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
-from raytrain.config.extras import extra
+from raytrain.config.extras import require_package
 from raytrain.config.named_functions import check_module
 from raytrain.config.network import timm_name
 from raytrain.errors import UsageError, did_you_mean
@@ -27,8 +27,7 @@ def check_model_name(name: str) -> None:
     """
     in_timm = timm_name(name)
     if in_timm is not None:
-        if importlib.util.find_spec("timm") is None:
-            raise missing_package(f"--model timm:{in_timm}", "timm")
+        require_package(f"--model timm:{in_timm}", "timm", "timm")
         known = _classifiers_of("timm")
         if known and in_timm.partition(".")[0] not in known:
             raise unknown_timm_model(in_timm, known)
@@ -58,8 +57,8 @@ def _classifiers_of(library: str) -> list[str]:
 
 def check_optimizer_name(name: str) -> None:
     """Raise UsageError if the optimizer ``name`` is one of timm's, and timm is not installed."""
-    if name in ("lamb", "lion") and importlib.util.find_spec("timm") is None:
-        raise missing_package(f"--optimizer {name}", "timm")
+    if name in ("lamb", "lion"):
+        require_package(f"--optimizer {name}", "timm", "timm")
 
 
 def unknown_classifier(name: str, known: Iterable[str]) -> UsageError:
@@ -77,8 +76,3 @@ def unknown_timm_model(name: str, known: Iterable[str]) -> UsageError:
         f"--model timm:{name} is no network of timm{did_you_mean(architecture, known)}; timm.list_models() in Python "
         "lists them."
     )
-
-
-def missing_package(option: str, package: str) -> UsageError:
-    """Return the error for an ``option`` that needs a ``package`` of raytrain's extra ``timm``."""
-    return UsageError(f"{option} needs {package}, which is not installed; install {extra('timm')}.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import json
 import os
@@ -23,11 +22,11 @@ from urllib.request import Request, urlopen
 
 from safetensors import SafetensorError
 
+from raytrain.config.extras import require_package
 from raytrain.config.network import timm_name
 from raytrain.config.option_values import matches
 from raytrain.errors import StorageError, UsageError
 from raytrain.storage.open import expanded_path, open_store
-from raytrain.training.model_names import missing_package
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -172,9 +171,7 @@ def read_weights_file(location: str) -> tuple[str, bytes]:
     If only a repository of Hugging Face is named, it is the first of its usual files. Hugging Face's client keeps its
     downloads below HF_HOME. Raises StorageError if the file cannot be downloaded.
 
-    Example::
-
-        name, data = read_weights_file("hf://timm/resnet18.a1_in1k")
+    Example: ``name, data = read_weights_file("hf://timm/resnet18.a1_in1k")``
     """
     if not location.startswith(_HUB):
         folder, slash, name = location.rpartition("/")
@@ -211,8 +208,7 @@ def _parse_hub(location: str) -> re.Match[str]:
     address = _IN_HUB.fullmatch(location)
     if address is None:
         raise UsageError("--weights starts with hf://; write hf://owner/name or hf://owner/name/file.")
-    if importlib.util.find_spec("huggingface_hub") is None:
-        raise missing_package(f"--weights {location}", "huggingface_hub")
+    require_package(f"--weights {location}", "huggingface_hub", "timm")
     return address
 
 
@@ -234,9 +230,7 @@ def _no_file(location: str) -> UsageError:
 def to_safetensors(weights: Mapping[str, Tensor], classes: Sequence[str]) -> bytes:
     """Return the content of a safetensors file with ``weights``; its metadata hold the names of the classes as JSON.
 
-    Example::
-
-        Path("weights.safetensors").write_bytes(to_safetensors(model.state_dict(), ["cat", "dog"]))
+    Example: ``Path("weights.safetensors").write_bytes(to_safetensors(model.state_dict(), ["cat", "dog"]))``
     """
     from safetensors.torch import save  # imports torch
 
@@ -250,9 +244,7 @@ def from_safetensors(data: bytes) -> tuple[dict[str, Tensor] | None, tuple[str, 
 
     Only classes that :func:`to_safetensors` has written are known.
 
-    Example::
-
-        weights, classes = from_safetensors(Path("weights.safetensors").read_bytes())
+    Example: ``weights, classes = from_safetensors(Path("weights.safetensors").read_bytes())``
     """
     from safetensors.torch import load
 

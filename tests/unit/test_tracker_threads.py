@@ -19,7 +19,6 @@ from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.outcome import StopReason
 from raytrain.runs.status import RunStatus, write_status
 from raytrain.storage.store import Store
-from raytrain.trackers import open_trackers as rooms
 from raytrain.trackers.open_trackers import open_trackers
 from raytrain.trackers.tracker import TrackedRun, Tracker, hyperparams, metric_name, row_metrics
 from raytrain.trackers.tracker_threads import TrackerThread, Tracking, gather_s
@@ -293,7 +292,7 @@ def test_trackers_are_named_by_the_user(monkeypatch: pytest.MonkeyPatch) -> None
         "Recorder",
         "Recorder#2",
     ]
-    monkeypatch.setattr(rooms, "find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"--track wandb needs wandb, .* install raytrain\[wandb\] \(`"):
         open_trackers(["wandb"])
 

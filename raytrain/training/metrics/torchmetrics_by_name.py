@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from raytrain.config.extras import extra
+from raytrain.config.extras import require_package
 from raytrain.config.user_code import describe
 from raytrain.errors import UsageError, did_you_mean
 
@@ -36,12 +36,7 @@ def check_torchmetric(metric: Torchmetric) -> None:
 
     Its arguments are not checked. Imports neither torchmetrics nor torch.
     """
-    package = importlib.util.find_spec("torchmetrics")
-    if package is None:
-        raise UsageError(
-            f"--metrics torchmetrics:{metric.name} needs torchmetrics, which is not installed; install "
-            f"{extra('torchmetrics')}."
-        )
+    require_package(f"--metrics torchmetrics:{metric.name}", "torchmetrics", "torchmetrics")
     classes = _classes_of_torchmetrics()
     if classes and metric.name not in classes:  # none: another version, whose files list them elsewhere
         raise UsageError(

@@ -14,11 +14,12 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from raytrain.config import TrainConfig
+from raytrain.config.extras import require_package
 from raytrain.config.named_functions import load_function
 from raytrain.config.network import first_and_full_size, timm_name
 from raytrain.config.user_code import in_one_sentence
 from raytrain.errors import UsageError, did_you_mean
-from raytrain.training.model_names import missing_package, unknown_classifier, unknown_timm_model
+from raytrain.training.model_names import unknown_classifier, unknown_timm_model
 from raytrain.training.weights_source import not_downloaded
 
 if TYPE_CHECKING:
@@ -55,9 +56,7 @@ def build_model(
     The same seed gives the same weights, whatever random numbers were drawn before; torch's global generator does not
     change. Raises UsageError if there is no such network, or it does not take the options.
 
-    Example::
-
-        build_model("resnet18", num_classes=10, channels=3, seed=0)
+    Example: ``build_model("resnet18", num_classes=10, channels=3, seed=0)``
     """
     # Find the function that makes the network. Modules are imported before the seed is set, since an import may draw
     # random numbers, too.
@@ -96,10 +95,7 @@ def model_of(config: TrainConfig, num_classes: int) -> nn.Module:
 
 
 def _make_with_options(name: str, options: Mapping[str, Any], make: Callable[[], Any]) -> Any:
-    """Return the result of ``make``, which has a library build the network ``name`` with the user's ``options``.
-
-    Raises UsageError if it fails: the options are taken to be the cause.
-    """
+    """Return the result of ``make``, or blame the user's ``options`` if a library cannot build the network ``name``."""
     shown = " ".join(f"{key}={value!r}" for key, value in options.items())
     try:
         return make()
@@ -160,9 +156,7 @@ def network_arguments(function: Callable[..., Any], num_classes: int, channels: 
     Each number has the first of its usual names that is a parameter of the function, such as ``n_classes``; without
     such a parameter it is left out.
 
-    Example::
-
-        network_arguments(lambda n_classes, width=64: ..., num_classes=10, channels=3)  # {"n_classes": 10}
+    Example: ``network_arguments(lambda n_classes, width=64: ..., num_classes=10, channels=3) == {"n_classes": 10}``
     """
     # A function of **options only, with no other parameter, gets both.
     parameters = inspect.signature(function).parameters
@@ -182,9 +176,7 @@ def build_pretrained(name: str, channels: int, image_size: tuple[int, int] | Non
     torchvision keeps its downloads below TORCH_HOME, timm below HF_HOME. Raises UsageError if the network is of neither
     library, or timm has no weights for it; StorageError if the weights cannot be downloaded.
 
-    Example::
-
-        build_pretrained("timm:resnet18.a1_in1k", channels=3, image_size=None)
+    Example: ``build_pretrained("timm:resnet18.a1_in1k", channels=3, image_size=None)``
     """
     in_timm = timm_name(name)
     if in_timm is not None:
@@ -265,12 +257,9 @@ def _find_pretrained(name: str) -> PretrainedCfg:
     It is an empty one if timm has no weights for it. Raises UsageError if timm is missing, or has no such network or
     tag.
     """
-    try:
-        from timm.models import PretrainedCfg, get_pretrained_cfg, is_model, list_models
-    except ModuleNotFoundError as error:
-        if error.name != "timm":
-            raise
-        raise missing_package(f"--model timm:{name}", "timm") from None
+    require_package(f"--model timm:{name}", "timm", "timm")
+    from timm.models import PretrainedCfg, get_pretrained_cfg, is_model, list_models
+
     architecture, _, tag = name.partition(".")
     if not is_model(architecture):
         raise unknown_timm_model(name, list_models())
