@@ -90,10 +90,7 @@ def audit(run: str, *, storage: Location = "./runs") -> AuditResult:
 
 
 def _read_trace(store: Store, run: str) -> tuple[Int64s, Int64s]:
-    """Return the steps, counted from 1, and the samples that all workers used in them, both (num_uses,).
-
-    Raises UsageError if there is no trace, StorageError if it is damaged or cannot be read.
-    """
+    """Return the steps, counted from 1, and the samples that all workers used in them, both (num_uses,)."""
     tables: list[pa.Table] = []
     for content in store.get_many([stored.path for stored in store.list(TRACE)]):
         if isinstance(content, Exception):

@@ -166,10 +166,7 @@ def _identity(request: ProbeRequest) -> str | None:
 
 
 def _measure_read_speed(store: Store) -> ReadSpeed:
-    """List and read the first shards, or the first images of a listing.
-
-    Raises UsageError if there are none, and StorageError if they cannot be read.
-    """
+    """List and read the first shards, or the first images of a listing."""
     # List: the manifest of packed images says how many are in each shard.
     started = time.perf_counter()
     packed = open_packed(store)

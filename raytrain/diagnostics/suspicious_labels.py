@@ -43,9 +43,7 @@ def rank_labels(config: TrainConfig, store: Store, data: Dataset) -> RankedLabel
 
     Return None if the run has no checkpoint, or the newest one has no margins, or those of another number of images.
 
-    Example::
-
-        rank_labels(config, store, data).table.slice(0, 10)
+    Example: ``rank_labels(config, store, data).table.slice(0, 10)``
     """
     if margins_missing(config) or (path := newest_checkpoint(store)) is None:
         return None

@@ -19,16 +19,8 @@ class CostMeter:
     """Adds up the dollars for the machines of a run since ``started_at``, and the energy of its GPUs.
 
     The machines are those from which workers report. The time before the first report costs as much as the time after
-    it, and the time of a restart as much as before: the machines are paid for all the same.
-
-    Args:
-        prices: dollars per hour of a machine, or of a GPU by its type; None if nobody has given any.
-        before: the status of the run's last attempt, whose cost is included.
-        started_at: when the command was started, by ``clock``.
-        clock: the time in seconds.
-
-    Attributes:
-        gpus_without_price: types of GPUs that workers use and that have no price, so that they count as nothing.
+    it, and the time of a restart as much as before: the machines are paid for all the same. The cost of the run's last
+    attempt, whose status is ``before``, is included. ``started_at`` is by ``clock``.
 
     Example::
 
@@ -37,11 +29,7 @@ class CostMeter:
     """
 
     def __init__(
-        self,
-        prices: Prices | None,
-        before: RunStatus,
-        started_at: float,
-        clock: Callable[[], float] = time.monotonic,
+        self, prices: Prices | None, before: RunStatus, started_at: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._prices = prices
         self._clock = clock
@@ -54,6 +42,7 @@ class CostMeter:
         self._kwh_before = before.gpu_kwh
         self._joules: dict[tuple[int, int], float] = {}  # since the start of a worker, by attempt and rank
         self.gpus_without_price: set[str] = set()
+        """Types of GPUs that workers use and that have no price, so that they count as nothing."""
 
     def update(self, snapshot: Snapshot) -> Snapshot:
         """Return ``snapshot`` with the dollars and the energy of the run so far; each is None if it is not known.
@@ -84,10 +73,7 @@ class CostMeter:
         return dataclasses.replace(snapshot, gpu_kwh=kwh, dollars=round(self._shown_dollars, 6))
 
     def _dollars_per_hour_of(self, prices: Prices, machines: Sequence[MachineUse]) -> float:
-        """Return the dollars per hour of the machines, or of those GPUs whose price is known.
-
-        The types of the other GPUs are added to :attr:`gpus_without_price`.
-        """
+        """Return the dollars per hour of the machines, or of those GPUs whose price is known."""
         if prices.per_machine is not None:
             return prices.per_machine * len({use.node for use in machines})
         rate = 0.0

@@ -26,14 +26,10 @@ _log = logging.getLogger(__name__)
 
 
 class DocumentWriter:
-    """Keeps the documents of the run in ``store`` up to date.
+    """Keeps the documents of the run in ``store``, which is writable for its owner, up to date.
 
-    Args:
-        store: the run's folder, writable for its owner.
-        num_steps: the steps of the whole run.
-        first_step: the completed steps when this attempt begins.
-        started_at: when the user started the run, by ``time.monotonic()``; now by default.
-        before: the status of the run's last attempt, whose time and cost the first status keeps.
+    ``first_step`` counts the completed steps when this attempt begins. ``started_at`` is when the user started the run,
+    by ``time.monotonic()``; now by default. The first status keeps the time and the cost of the status ``before``.
     """
 
     def __init__(

@@ -33,11 +33,6 @@ class RunMonitor:
     :meth:`finish`, and the first call that needs a history which exists already.
 
     Args:
-        run_name: the run's name.
-        num_steps: the steps of the whole run.
-        steps_per_epoch: the steps of an epoch.
-        history: where rows, events and skipped images are written.
-        clock: returns the time in seconds.
         skip_limit: how many images may be skipped; any number by default.
         started_at: when the user started the run, by ``clock``; now by default.
         elapsed_before_s: the time on the clock of the run when its last attempt, of another process, ended.

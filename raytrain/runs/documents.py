@@ -131,9 +131,7 @@ def check_name(name: object, option: str = "--name", storage: str = "") -> str:
 def run_store(storage: str, name: str) -> Store:
     """Return the store of the run called ``name`` below ``storage``, whether the run exists or not.
 
-    Example:
-        >>> run_store("s3://bucket/runs", "digits").url
-        's3://bucket/runs/digits'
+    Example: ``run_store("s3://bucket/runs", "digits").url == "s3://bucket/runs/digits"``
     """
     from raytrain.storage.open import open_store  # deferred: the command line must start at once
 
@@ -233,10 +231,7 @@ def read_trusted_config(store: Store, *, trust: bool) -> ResolvedConfig:
 
 
 def _read_config(store: Store, kind: type[Config], report: Report) -> Config:
-    """Return the options in ``config.json`` as a ``kind``: TrainConfig, or ResolvedConfig, in which all are decided.
-
-    ``report`` gets a sentence if some are unknown. Raises UsageError if the document is damaged.
-    """
+    """Return the options in ``config.json`` as a ``kind``: TrainConfig, or ResolvedConfig, in which all are decided."""
     try:
         # parse_config begins its sentence with the name of the document; complete that to its URL.
         return parse_config(kind, store.get(CONFIG), lambda problem: report(f"{store.url}/{problem}"))
@@ -325,9 +320,7 @@ def plain(value: Any) -> Any:
     That is a number that is not finite, or a whole number that does not fit into 64 bits. Records (dataclasses and
     named tuples) become dictionaries, and arrays lists.
 
-    Example:
-        >>> plain({"loss": float("nan"), "shape": (28, 28)})
-        {'loss': None, 'shape': [28, 28]}
+    Example: ``plain({"loss": float("nan"), "shape": (28, 28)}) == {"loss": None, "shape": [28, 28]}``
     """
     if value is None or isinstance(value, (str, bool)):
         return value

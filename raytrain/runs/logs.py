@@ -265,10 +265,7 @@ class LogCopies:
                     copy.is_new = False
 
     def _follow_until_closed(self) -> None:
-        """Run in a thread: read the files several times a second, and copy them every few seconds.
-
-        If no lines are shown, the files are only read to be copied.
-        """
+        """Run in a thread: read the files several times a second, and copy them every few seconds."""
         interval_s = COPY_EVERY_S if self._show is None else READ_EVERY_S
         next_copy_s = time.monotonic() + COPY_EVERY_S
         while not self._closed.wait(interval_s):

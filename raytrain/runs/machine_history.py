@@ -145,10 +145,7 @@ class MachineHistory:
         return history
 
     def _merge(self, first: int, size: int) -> None:
-        """Merge each ``size`` points from index ``first`` on into one: at their last time, with the means of values.
-
-        Values that are not known are left out of a mean; if none is known, the mean is None.
-        """
+        """Merge each ``size`` points from ``first`` on into one, with their last time and the means of known values."""
         self._times[first:] = self._times[first + size - 1 :: size]
         for column in self._columns.values():
             merged: list[float | None] = []

@@ -122,10 +122,7 @@ class History:
         return {image.key for image in self.skipped_images}
 
     def _write_as_it_comes(self) -> None:
-        """Run in a thread: write new rows until the history is closed, and try again after an error.
-
-        After each write, wait as long as the files ask for, so that storage is not asked too often.
-        """
+        """Run in a thread: write new rows until the history is closed, and try again after an error."""
         while not self._closed.is_set():
             self._changed.wait()
             self._changed.clear()
@@ -213,8 +210,7 @@ def read_metrics(store: Store, report: Report = ignore) -> list[MetricRow]:
 
     Empty if there is no history. Raises StorageError if storage is out of reach.
 
-    Example:
-        >>> [row.loss for row in read_metrics(run_store("./runs", "digits")) if row.kind == "step"]
+    Example: ``[row.loss for row in read_metrics(run_store("./runs", "digits")) if row.kind == "step"]``
     """
     # Thin the lines before they are parsed, because parsing takes most of the time. Those of evaluations and of the
     # test images, which are few, are recognised by their text, and thinned separately.
@@ -248,10 +244,7 @@ def read_skipped(store: Store, report: Report = ignore) -> list[SkippedImage]:
 
 
 def _parse_undamaged(lines: list[bytes], path: str, parse: Callable[[dict[str, Any]], T], report: Report) -> list[T]:
-    """Return the results of ``parse`` for the undamaged lines of the document ``path``.
-
-    If there are others, ``report`` gets a sentence with their number.
-    """
+    """Return the results of ``parse`` for the undamaged lines of ``path``; ``report`` gets the number of the others."""
     parsed = parse_lines(parse, lines)
     if num_damaged := len(lines) - len(parsed):
         report(f"{num_damaged:,} of {len(lines):,} lines of {path} cannot be read")

@@ -177,10 +177,7 @@ class RunClaim(AbstractContextManager["RunClaim"]):
                 store.remove_if_empty()
 
     def _replace(self, claim: Claim) -> bool:
-        """Replace the claim that this process wrote last by ``claim``; return False if another one is there by now.
-
-        Raises StorageError if storage is out of reach.
-        """
+        """Replace the claim that this process wrote last by ``claim``; return False if another one is there by now."""
         try:
             self._store.fail_fast().put_if(CLAIM, claim.to_json(), self.claim.to_json())
         except ObjectChanged:

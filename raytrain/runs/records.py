@@ -116,8 +116,7 @@ def list_runs(storage: str, report: Report = warn_once) -> list[RunInfo]:
     cannot be read is left out, and ``report`` gets a sentence about it. Raises StorageError if storage is out of reach,
     or refuses the options of all runs.
 
-    Example:
-        >>> [run.name for run in list_runs("s3://bucket/runs") if run.status.active]
+    Example: ``[run.name for run in list_runs("s3://bucket/runs") if run.status.active]``
     """
     from raytrain.storage.open import open_store  # deferred: the command line must start at once
 
@@ -137,9 +136,7 @@ def read_run(storage: str, name: str) -> RunRecord:
 
     A document that is missing or damaged is empty or None. Raises StorageError if storage is out of reach.
 
-    Example:
-        >>> read_run("./runs", "digits").metrics[-1].accuracy
-        0.98
+    Example: ``read_run("./runs", "digits").metrics[-1].accuracy == 0.98``
     """
     store = open_run(storage, name)
     info = _run_info(name, *store.get_many([CONFIG, STATUS, SUMMARY]))
@@ -172,10 +169,7 @@ def read_unused_options(store: Store) -> tuple[str, ...]:
 
 
 def _run_info(name: str, config: bytes | Exception, status: bytes | Exception, summary: bytes | Exception) -> RunInfo:
-    """Return a run of the list from the contents of three documents, each of which may be an exception instead.
-
-    A document that cannot be used becomes a problem of the run.
-    """
+    """Return a run of the list from the contents of three documents, each of which may be an exception instead."""
     # Parse each document by itself, because one may be damaged and the others not.
     problems: list[str] = []
     options = _parse_document(
@@ -195,10 +189,7 @@ def _run_info(name: str, config: bytes | Exception, status: bytes | Exception, s
 
 
 def _parse_document(path: str, content: bytes | Exception, parse: Callable[[bytes], T], report: Report) -> T | None:
-    """Return the result of ``parse`` for a document; None if it does not exist, or cannot be used.
-
-    ``report`` gets a sentence about a document that cannot be used.
-    """
+    """Return the result of ``parse`` for a document; None if there is none, or ``report`` says why it is unusable."""
     try:
         if isinstance(content, Exception):
             raise content
@@ -219,8 +210,7 @@ def select_runs(runs: Sequence[RunInfo], conditions: Sequence[str]) -> list[RunI
 
     A condition is ``status=STATUS``, or the name of an option's flag, without dashes, with a value.
 
-    Example:
-        >>> select_runs(list_runs("./runs"), ["status=finished", "learning-rate=0.1"])
+    Example: ``select_runs(list_runs("./runs"), ["status=finished", "learning-rate=0.1"])``
     """
     # Read all conditions first, so that a mistake in one is refused even if there are no runs.
     wanted: list[tuple[str, str]] = []

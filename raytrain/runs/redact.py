@@ -98,9 +98,7 @@ def redact(text: str) -> str:
     also found in the encodings of URLs, JSON, HTML, Python, hexadecimal and base64. The time is linear in the length of
     ``text``, however long its lines are.
 
-    Example:
-        >>> redact("cannot open postgres://me:hunter22@host/db")
-        'cannot open postgres://…@host/db'
+    Example: ``redact("cannot open postgres://me:hunter22@host/db") == "cannot open postgres://…@host/db"``
     """
     # A kept secret is handled as the value of a variable whose name says that it is one.
     values = (*os.environ.items(), *(("SECRET", secret) for secret in _kept))

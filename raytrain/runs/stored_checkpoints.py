@@ -45,8 +45,7 @@ class Identity:
     def check(self, other: Identity, subject: str) -> None:
         """Raise UsageError with the first difference if ``subject``, a run or a checkpoint, has the identity ``other``.
 
-        Example:
-            >>> Identity.of(config).check(Identity.of(read_config(store)), "Run 'digits'")
+        Example: ``Identity.of(config).check(Identity.of(read_config(store)), "Run 'digits'")``
         """
         # The fields are compared in their order, and the first difference is reported.
         for name, mine in asdict(self).items():
@@ -84,9 +83,7 @@ def checkpoint_path(step: int, takeover: int = 0) -> str:
     first one (see :mod:`raytrain.runs.ownership`). So a late request of an earlier owner neither replaces nor deletes
     the checkpoints of its successors.
 
-    Example:
-        >>> checkpoint_path(120, takeover=3)
-        'checkpoints/step-000000120-3.pt'
+    Example: ``checkpoint_path(120, takeover=3) == "checkpoints/step-000000120-3.pt"``
     """
     return f"{CHECKPOINTS}step-{step:09d}{f'-{takeover}' if takeover else ''}.pt"
 
