@@ -13,6 +13,7 @@ import dataclasses
 import logging
 import re
 import threading
+import time
 import uuid
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -22,27 +23,19 @@ from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from obstore.exceptions import GenericError, InvalidPathError
+from obstore.exceptions import AlreadyExistsError, GenericError, InvalidPathError, PreconditionError
 
 from raytrain.errors import OwnerChanged, StorageError
 from raytrain.storage.bucket_client import PARTS_AT_A_TIME, BucketClient, BucketConnection, bucket_and_root
-from raytrain.storage.clouds.cloud import Cloud
 from raytrain.storage.clouds.s3 import S3
-from raytrain.storage.conditional_writes import (
-    REPLACED_WITHIN_S,
-    current_version,
-    if_found,
-    put_unless_changed,
-    version_of,
-)
-from raytrain.storage.credentials import CredentialSource, LentCredentials
+from raytrain.storage.credentials import LentCredentials
 from raytrain.storage.disk_cache import DiskCache
-from raytrain.storage.request_errors import explain, is_transient, names_no_bucket, refuses_credentials
+from raytrain.storage.request_errors import explain, http_status, is_transient, names_no_bucket, refuses_credentials
 from raytrain.storage.retries_and_hedges import DEFAULT, FAIL_FAST, RetryPolicy, request_threads, with_retries
 from raytrain.storage.store import Guard, ObjectChanged, Store, StoredObject, shown_url
 
 if TYPE_CHECKING:
-    from obstore import ListResult, ObjectMeta
+    from obstore import ListResult, ObjectMeta, UpdateVersion
 
     from raytrain.storage.bucket_client import ObjectStore
 
@@ -56,7 +49,9 @@ _BRIEF_BYTES = 1 << 20  # an owner has a short limit for objects smaller than th
 _OWNERS_REQUEST_S = 15.0  # that limit, half a lease: after a whole one, another process may be the owner
 _MAX_CHANGES = 20  # times that others may change an object while its owner tries to write it
 _UNUSABLE_NAME = re.compile(r"(^|/)\.{0,2}(/|$)|[\x00-\x1f\x7f]")  # no file could have it: a//b, a/../b
-
+# Servers that keep objects as files, such as rclone's and s3proxy's, may miss an object while it is replaced.
+_REPLACED_WITHIN_S, _LOOK_EVERY_S = 2.0, 0.1
+_NOT_IMPLEMENTED = 501
 _LAST = "\U0010ffff"  # the last character of Unicode: as a name, it sorts after all others of a folder
 
 _LEADING_SLASH = "An object of {} has a name that begins with a slash, which cannot be used; rename it."
@@ -100,17 +95,10 @@ class UnusableNames(StorageError):
 
 
 @dataclass(frozen=True)
-class BucketStore(Store):
+class BucketStore(BucketConnection, Store):  # pyright: ignore[reportIncompatibleVariableOverride] ; it has a cloud
     """See :class:`Store`. ``url`` is ``s3://bucket/prefix``, for example."""
 
-    url: str
-    cloud: Cloud  # pyright: ignore[reportIncompatibleVariableOverride] ; never None for a bucket
-    credentials: CredentialSource = field(compare=False, repr=False)
-    connection_id: str = field(repr=False)
-    """Distinguishes stores with different credentials, in every process that a store is sent to."""
-    retry_policy: RetryPolicy = DEFAULT
-    multipart: bool = False  # upload in parts, each of which obstore retries
-    request_s: float | None = None  # limit for one request; None: half an hour
+    retry_policy: RetryPolicy = field(default=DEFAULT, compare=False)
     guard: Guard | None = field(default=None, compare=False)
     disk: DiskCache | None = field(default=None, compare=False)  # keeps what was read
 
@@ -133,11 +121,7 @@ class BucketStore(Store):
         return self.disk.get("\0".join([self.cloud.endpoint_url or "", self.url, path, _normalized(etag)]), fetch)
 
     def _send(self, path: str, operation: Callable[[ObjectStore], T]) -> T:
-        """Call ``operation`` with retries, and once more with new credentials if these are refused.
-
-        Raises StorageError with a sentence about the object ``path``, FileNotFoundError if there is none, and
-        OwnerChanged as ``operation`` raises it.
-        """
+        """Call ``operation`` with retries, and once more with new credentials if these are refused."""
         client = self._client()
         with self._explained(path, client):
             obstore = client.obstore
@@ -181,11 +165,8 @@ class BucketStore(Store):
         Such stores may still differ in guard, disk and retries. Raises StorageError if the file with certificates that
         the environment names cannot be read.
         """
-        connection = BucketConnection(
-            self.url, self.cloud, self.credentials, self.connection_id, self.multipart, self.request_s
-        )
         with _client_lock:
-            return _cached_client(connection)
+            return _cached_client(self)
 
     def get_range(self, path: str, start: int, num_bytes: int) -> bytes:
         def request(client: ObjectStore) -> bytes:
@@ -200,7 +181,7 @@ class BucketStore(Store):
         return self._send(path, request)
 
     def exists(self, path: str) -> bool:
-        return self._send(path, lambda client: current_version(client, path)) is not None
+        return self._send(path, lambda client: _current_version(client, path)) is not None
 
     def check_readable(self) -> None:
         with suppress(UnusableNames):  # the server has answered, which is all that is asked here
@@ -219,9 +200,9 @@ class BucketStore(Store):
             # Get the version before the check: if another process becomes the owner after it and writes the object, the
             # version has changed, and the write is refused.
             for _ in range(_MAX_CHANGES):
-                version = current_version(client, path)
+                version = _current_version(client, path)
                 self._check_owner(client)
-                if put_unless_changed(client, path, data, version):
+                if _put_unless_changed(client, path, data, version):
                     return
             raise ObjectChanged(f"{self.url}/{path}")
 
@@ -231,10 +212,7 @@ class BucketStore(Store):
         self._upload(path, file, multipart=True)
 
     def _upload(self, path: str, content: bytes | Path, multipart: bool) -> None:
-        """Write or replace an object, whoever has written it; with ``multipart``, several parts are sent at a time.
-
-        If the store has a guard, the owner is checked each time that the request is sent.
-        """
+        """Write or replace an object, whoever has written it; with ``multipart``, several parts are sent at a time."""
         num_bytes = content.stat().st_size if isinstance(content, Path) else len(content)
 
         def request(client: ObjectStore) -> None:
@@ -253,10 +231,10 @@ class BucketStore(Store):
         def write_if_expected(client: ObjectStore) -> bool:
             """Write ``data`` in place of ``expected``, and return whether the object holds ``data`` now."""
             # An object that should exist may be missed while somebody replaces it: look again for a while.
-            stored = if_found(lambda: client.get(path), 0.0 if expected is None else REPLACED_WITHIN_S)
-            version, content = (version_of(stored.meta), bytes(stored.bytes())) if stored else (None, None)
+            stored = _if_found(lambda: client.get(path), 0.0 if expected is None else _REPLACED_WITHIN_S)
+            version, content = (_version_of(stored.meta), bytes(stored.bytes())) if stored else (None, None)
             self._check_owner(client)
-            return content == data or (content == expected and put_unless_changed(client, path, data, version))
+            return content == data or (content == expected and _put_unless_changed(client, path, data, version))
 
         if not self._send(path, write_if_expected):
             raise ObjectChanged(f"{self.url}/{path}")
@@ -266,7 +244,7 @@ class BucketStore(Store):
         name = f".condition-check-{uuid.uuid4().hex}"
         self.put(name, b"")
         try:
-            return not self._send(name, lambda client: put_unless_changed(client, name, b"", None))
+            return not self._send(name, lambda client: _put_unless_changed(client, name, b"", None))
         finally:
             self.delete(name)
 
@@ -277,8 +255,6 @@ class BucketStore(Store):
 
         with suppress(FileNotFoundError):
             self._within_lease()._send(path, request)
-
-    def remove_if_empty(self) -> None: ...
 
     def abort_uploads(self, should_abort: Callable[[str], bool], idle_s: float) -> None:
         if not isinstance(self.cloud, S3):
@@ -293,7 +269,7 @@ class BucketStore(Store):
         if self.guard is None:
             return
         path = self.guard.path
-        self.guard.check(if_found(lambda: bytes(client.get(path).bytes()), REPLACED_WITHIN_S), self.url)
+        self.guard.check(_if_found(lambda: bytes(client.get(path).bytes()), _REPLACED_WITHIN_S), self.url)
 
     def _within_lease(self, num_bytes: int = 0) -> BucketStore:
         """Return the store with a short limit for deletions and for writes of few bytes, if it has an owner.
@@ -427,3 +403,53 @@ class BucketStore(Store):
 def _normalized(etag: str) -> str:
     """Return an ETag without quotes and ``W/``, which servers add in some answers and not in others."""
     return etag.removeprefix("W/").strip('"')
+
+
+# Conditional writes: an object is written only if nobody else has made or changed it meanwhile.
+
+
+def _current_version(client: ObjectStore, path: str) -> UpdateVersion | None:
+    """Return the version of an object; None if there is none."""
+    meta = _if_found(lambda: client.head(path))
+    return meta and _version_of(meta)
+
+
+def _if_found(ask: Callable[[], T], within_s: float = 0.0) -> T | None:
+    """Return the result of ``ask``; None if the object does not exist, nor appears within ``within_s`` seconds.
+
+    Raises FileNotFoundError if there is no bucket, and any other error of ``ask``.
+    """
+    deadline = time.monotonic() + within_s
+    while True:
+        try:
+            return ask()
+        except FileNotFoundError as error:
+            if names_no_bucket(error):
+                raise
+            if time.monotonic() >= deadline:
+                return None
+        time.sleep(_LOOK_EVERY_S)
+
+
+def _version_of(meta: ObjectMeta) -> UpdateVersion:
+    """Return what identifies this version of an object: its ETag, and in Google's cloud its generation."""
+    version: UpdateVersion = {"e_tag": meta["e_tag"]}
+    if (generation := meta["version"]) is not None:
+        version["version"] = generation
+    return version
+
+
+def _put_unless_changed(client: ObjectStore, path: str, data: bytes, version: UpdateVersion | None) -> bool:
+    """Write an object if it still has ``version``, or, if that is None, only if there is no object yet.
+
+    Return True if it was written. A server without conditional writes writes it in any case.
+    """
+    try:
+        client.put(path, data, mode=version or "create")
+    except (AlreadyExistsError, PreconditionError):
+        return False
+    except Exception as error:
+        if http_status(error) != _NOT_IMPLEMENTED:
+            raise
+        client.put(path, data)
+    return True

@@ -58,9 +58,10 @@ class BucketConnection:
     url: str
     cloud: Cloud
     credentials: CredentialSource = field(compare=False, repr=False)
-    id: str  # distinguishes connections with different credentials, in every process that a store is sent to
-    multipart: bool  # upload in parts, each of which obstore retries
-    request_s: float | None  # limit for one request; None: half an hour
+    connection_id: str = field(repr=False)
+    """Distinguishes connections with different credentials, in every process that a store is sent to."""
+    multipart: bool = False  # upload in parts, each of which obstore retries
+    request_s: float | None = None  # limit for one request; None: half an hour
 
 
 class BucketClient:

@@ -63,7 +63,6 @@ class Credentials(BucketCredentials):
 
     @property
     def identity(self) -> str:
-        """Return ``…`` and the last four characters of the access key ID."""
         return f"…{self.access_key_id[-4:]}"
 
     def for_boto3(self) -> dict[str, Any]:
@@ -85,7 +84,6 @@ class AzureCredentials(BucketCredentials):
 
     @property
     def identity(self) -> str:
-        """Return the kind of the credentials, which contains no secret."""
         return {"access_key": "account key", "sas_token": "shared access signature", "token": "access token"}[self.kind]
 
     def for_obstore(self) -> dict[str, Any]:
@@ -101,7 +99,6 @@ class GoogleCredentials(BucketCredentials):
 
     @property
     def identity(self) -> str:
-        """Return the kind of the credentials, which contains no secret."""
         return "access token"
 
 

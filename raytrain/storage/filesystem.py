@@ -35,9 +35,7 @@ def filesystem(url: Location) -> AbstractFileSystem:
         pandas.read_json(fs.open("s3://bucket/runs/first/metrics.jsonl"), lines=True)
         pyarrow.dataset.dataset("bucket/runs/first/manifest.parquet", filesystem=fs)
 
-    Raises:
-        UsageError: the URL is of another kind, or contains credentials.
-        StorageError: the configuration of the cloud is broken.
+    Raises UsageError for a URL of another kind or with credentials, StorageError if its cloud is configured wrongly.
     """
     url = os.fspath(url)
     if "://" not in url:

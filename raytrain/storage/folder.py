@@ -413,15 +413,11 @@ class DeadEnd(NamedTuple):
 
 def dead_ends(store: Store) -> list[DeadEnd]:
     """Return what :meth:`Store.list` leaves out: broken links, empty folders, and pipes, sockets and devices."""
-    if not isinstance(store, FolderStore):
-        return []
-
-    kinds: dict[str, Literal["link", "empty folder", "pipe or device"]] = {}  # by path
-    for path, status in _walk(store.url):
-        if status is None:
-            if os.path.islink(path):  # otherwise, it was deleted since it was listed
-                kinds[path] = "link"
-        elif not stat.S_ISREG(status.st_mode):
-            kinds[path] = "empty folder" if stat.S_ISDIR(status.st_mode) else "pipe or device"
+    ends: list[DeadEnd] = []
     start = len(store.url.rstrip("/")) + 1
-    return [DeadEnd(path[start:], kind) for path, kind in kinds.items() if path[start:]]
+    for path, status in _walk(store.url) if isinstance(store, FolderStore) else ():
+        if status is None and os.path.islink(path):  # without a link, it was deleted since it was listed
+            ends.append(DeadEnd(path[start:], "link"))
+        elif status is not None and not stat.S_ISREG(status.st_mode):
+            ends.append(DeadEnd(path[start:], "empty folder" if stat.S_ISDIR(status.st_mode) else "pipe or device"))
+    return [end for end in ends if end.path]

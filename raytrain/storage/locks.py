@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import fcntl
 import os
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
 
 @dataclass(frozen=True)
-class FileLock:
+class FileLock(AbstractContextManager["FileLock"]):
     """A lock that this process holds. The operating system releases it if the process dies."""
 
     path: str
@@ -28,9 +29,6 @@ class FileLock:
             Path(self.path).unlink(missing_ok=True)
         finally:  # otherwise this process would wait for itself at the next lock of this file
             os.close(self.descriptor)
-
-    def __enter__(self) -> FileLock:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.release()

@@ -32,9 +32,7 @@ def open_store(url: str, credentials: CredentialSource | None = None, cloud: Clo
         credentials: asked for credentials, and again before they expire; by default this process's own.
         cloud: how the bucket is reached; by default from this process's configuration.
 
-    Raises:
-        UsageError: the URL is of another kind, or contains credentials.
-        StorageError: the configuration of its cloud is broken.
+    Raises UsageError for a URL of another kind or with credentials, StorageError if its cloud is configured wrongly.
     """
     if "://" not in url:
         check_folder_name(url)

@@ -95,10 +95,7 @@ class ScopedCredentials:
 
 
 def _request_scoped_keys(unscoped: Credentials, scope: Scope, region: str) -> Credentials:
-    """Return keys of the same user or role from STS, further limited by the scope's policy, for an hour.
-
-    Raises UsageError if STS refuses, or cannot be reached.
-    """
+    """Return keys of the same user or role from STS, further limited by the scope's policy, for an hour."""
     import boto3
     from botocore.exceptions import BotoCoreError, ClientError
 

@@ -159,8 +159,7 @@ class Store(ABC):
         store.put(name, b"")
         store.delete(name)
 
-    @abstractmethod
-    def remove_if_empty(self) -> None:
+    def remove_if_empty(self) -> None:  # noqa: B027
         """Remove the folder if no file is left in it. There is nothing to do in a bucket, which has no folders."""
 
     def abort_uploads(self, should_abort: Callable[[str], bool], idle_s: float) -> None:  # noqa: B027
