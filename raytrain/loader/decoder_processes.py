@@ -244,10 +244,7 @@ class Decoders(AbstractContextManager["Decoders"]):
             raise self._broken
 
     def _receive(self, connection: Connection, wait: Callable[[], int | None]) -> None:
-        """Receive all messages of a process until it ends, and then end the decoding; runs in a thread.
-
-        ``wait`` waits for the end of the process, and returns its exit code.
-        """
+        """Receive all messages of a process until it ends, and then end the decoding; runs in a thread."""
         while True:
             try:
                 number, answer = connection.recv()

@@ -328,11 +328,7 @@ class ImageLoader:
         return batches.prepare(local, tensors)
 
     def _start(self) -> DeviceBatches:
-        """Start reading, unless it has begun, and return the source of batches; all processes call this together.
-
-        Raises UsageError if the loader is closed, if the device does not exist, or if the processes differ in their
-        options, images or steps.
-        """
+        """Start reading, unless it has begun, and return the source of batches; all processes call this together."""
         if not self._close_resources.alive:
             raise UsageError("The loop asks a closed ImageLoader for a batch; close it after the last one.")
         if self._opened_by != os.getpid():  # a fork: the threads and the ends of the pipes are in the other process
@@ -388,10 +384,7 @@ class ImageLoader:
         return batches
 
     def _with_decoder(self, device: torch.device) -> tuple[ResolvedConfig, Dataset]:
-        """Return options and images with the decoder decided, in the same way in all processes.
-
-        Raises UsageError if the user asked for ``decoder="gpu"`` and a process cannot decode the images on its GPU.
-        """
+        """Return options and images with the decoder decided, in the same way in all processes."""
         config, data, asked = self._config, self._data, self._asked_decoder
         if asked == "cpu":
             return config, data
@@ -419,9 +412,7 @@ class ImageLoader:
 class HeldOutImages:
     """Validation or test images of an :class:`ImageLoader`: iterate over them on every process, as often as you like.
 
-    Example::
-
-        correct = sum((model(images).argmax(1) == labels).sum() for images, labels in loader.validation)
+    Example: ``correct = sum((model(images).argmax(1) == labels).sum() for images, labels in loader.validation)``
     """
 
     def __init__(self, loader: ImageLoader, part: Part) -> None:
@@ -510,11 +501,7 @@ def _options(data: str | os.PathLike[str], batch_size: int, options: dict[str, A
 
 
 def _list_together(options: TrainConfig, group: ProcessGroup) -> tuple[ResolvedConfig, Dataset]:
-    """List the images on process 0, and return the resolved options and the images on all processes.
-
-    Raises UsageError on all processes if their options differ, or if process 0 finds a mistake in them, and
-    StorageError if it cannot reach the images.
-    """
+    """List the images on process 0, and return the resolved options and the images on all processes."""
     group.check_equal("a loader of other options", options.to_json())
 
     def list_images() -> tuple[ResolvedConfig, Dataset]:
@@ -522,12 +509,7 @@ def _list_together(options: TrainConfig, group: ProcessGroup) -> tuple[ResolvedC
             open_store(url).check_readable()
         data = open_dataset(options)
         resolved = options.resolve(
-            name="loader",
-            num_workers=1,
-            device="cpu",
-            mean=data.mean,
-            std=data.std,
-            fastest_resizer=fastest_resizer(),
+            name="loader", num_workers=1, device="cpu", mean=data.mean, std=data.std, fastest_resizer=fastest_resizer()
         )
         return resolved, data.decoded_as(resolved)
 

@@ -54,7 +54,6 @@ class SharedBlocks:
         self._folder = folder
         self.order = order
         self._read = read
-        self._as_files = sizes_bytes is not None
 
         # Every process computes the same layout, whoever creates the file. The rows of the file are in the order of the
         # blocks.
@@ -80,7 +79,7 @@ class SharedBlocks:
         self._lengths = np.frombuffer(content, np.int64, num_samples, self._lengths_at)  # (samples,)
         images: Any = np.frombuffer(content, np.uint8, int(ends[-1]), self._images_at)
         self._images: Any = (  # (samples, H, W, C)
-            Files(images, self._starts, self._lengths) if self._as_files else images.reshape(num_samples, *shape)
+            images.reshape(num_samples, *shape) if sizes_bytes is None else Files(images, self._starts, self._lengths)
         )
 
     def __call__(self, number: int) -> Block:
@@ -259,15 +258,12 @@ class MachineBatches(AbstractContextManager["MachineBatches"]):
         self._decoders.__exit__(*exception)
 
     def train(self, first_step: int) -> Iterator[LocalBatch]:
-        """Yield the batches of training images from ``first_step`` on."""
         return self._batches(0, first_step)
 
     def held_out(self, part: Part) -> Iterator[LocalBatch]:
-        """Yield the batches of validation or test images."""
         return self._batches(PARTS.index(part), 0)
 
     def keys(self, part: Part, samples: Sequence[int]) -> list[str]:
-        """Return the keys of images of a part."""
         return self._parts[PARTS.index(part)].manifest.keys_of(samples)
 
     def _batches(self, part: int, first_step: int) -> Iterator[LocalBatch]:
@@ -281,19 +277,13 @@ class MachineBatches(AbstractContextManager["MachineBatches"]):
         return batches_from_stream(partition, blocks, first_step)
 
     def _kept_block(self, kept: SharedBlocks, number: int) -> Block:
-        """Return kept block ``number``; raise the exception that has ended the decoding, if any.
-
-        The exception is looked for only after the block has been taken: see :meth:`Decoders.check`.
-        """
+        """Return kept block ``number``, unless the decoding has ended with an exception: see :meth:`Decoders.check`."""
         block = kept(number)
         self._decoders.check()
         return block
 
     def _stream(self, part: int, order: WorkerOrder, block_bytes: int) -> Iterator[Block]:
-        """Yield the blocks of part number ``part`` in ``order``, and read some of them ahead.
-
-        Those are one for each thread, and up to four more, if they fit into 64 MB by ``block_bytes``.
-        """
+        """Yield the blocks of part number ``part`` in ``order``, and read some of them ahead."""
         num_ahead = num_decoders() + min(_AHEAD_BLOCKS, _AHEAD_BYTES // block_bytes)
         reading: deque[Future[Block]] = deque()
         for number in range(len(order)):

@@ -17,8 +17,7 @@ T = TypeVar("T")
 class ProcessGroup:
     """The processes that read together: the group of ``torch.distributed``, unless rank and number are ``given``.
 
-    Example:
-        >>> rank, world_size = ProcessGroup().rank_and_size()
+    Example: ``rank, world_size = ProcessGroup().rank_and_size()``
     """
 
     def __init__(self, given: tuple[int, int] | None = None) -> None:

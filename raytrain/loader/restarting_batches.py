@@ -9,7 +9,8 @@ import logging
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from itertools import islice
 
 from raytrain.config import ResolvedConfig
@@ -66,7 +67,7 @@ def _imports(data: str) -> list[str]:
     return modules + (["boto3"] if data.startswith("s3://") else [])
 
 
-class RestartingBatches:
+class RestartingBatches(AbstractContextManager["RestartingBatches"]):
     """Batches of a process that somebody else has started, a :class:`raytrain.training.protocols.BatchSource`.
 
     If an image has killed a decoder, new processes go on after the batches read so far, and decode in isolation, so
@@ -86,43 +87,23 @@ class RestartingBatches:
         *,
         isolated: bool = False,
     ) -> None:
-        self._config, self._data, self._cache = config, data, cache
-        self._rank, self._loads, self._reporter = rank, loads, reporter
+        self._url = config.data
         self._restarting = threading.Lock()
-        self._start(processes, isolated=isolated)
-
-    def _start(self, processes: Sequence[NewProcess], *, isolated: bool) -> None:
-        """Have ``processes`` decode the images from now on."""
-        plan = self._data.plan(self._config)
         self._is_isolated = isolated
-        self._batches = MachineBatches(
-            self._data,
-            plan,
-            self._rank,
-            self._loads,
-            self._cache,
-            self._reporter,
-            isolated=isolated,
-            processes=processes,
-        )
-
-    def __enter__(self) -> RestartingBatches:
-        return self
+        self._open = partial(MachineBatches, data, data.plan(config), rank, loads, cache, reporter)
+        self._batches = self._open(isolated=isolated, processes=processes)
 
     def __exit__(self, *exception: object) -> None:
         self._batches.__exit__(*exception)
 
     def train(self, first_step: int) -> Iterator[LocalBatch]:
-        """Yield the batches of training images from ``first_step`` on."""
         return self._read(lambda batches, num_read: batches.train(first_step + num_read))
 
     def held_out(self, part: Part) -> Iterator[LocalBatch]:
-        """Yield the batches of validation or test images."""
         return self._read(lambda batches, num_read: islice(batches.held_out(part), num_read, None))
 
     def keys(self, part: Part, samples: Sequence[int]) -> list[str]:
-        """Return the keys of images of a part."""
-        return self._data.parts[part][1].keys_of(samples)
+        return self._batches.keys(part, samples)
 
     def _read(self, open_batches: Callable[[MachineBatches, int], Iterator[LocalBatch]]) -> Iterator[LocalBatch]:
         """Yield all local batches, even if an image kills a decoder: then go on after the batches read so far.
@@ -146,4 +127,5 @@ class RestartingBatches:
                         raise
                     _log.warning("A process that decodes was killed by %s; images are decoded in isolation now.", error)
                     batches.__exit__()
-                    self._start(start_processes(_imports(self._config.data)), isolated=True)
+                    self._is_isolated = True
+                    self._batches = self._open(isolated=True, processes=start_processes(_imports(self._url)))

@@ -18,7 +18,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -75,7 +75,7 @@ def transformed(
         yield batches
 
 
-class TransformedBatches:
+class TransformedBatches(AbstractContextManager["TransformedBatches"]):
     """A source of batches whose training images are transformed in processes, which end when this is closed.
 
     ``function`` makes the transforms: see :func:`raytrain.training.batches.user_transforms.own_transforms`.
@@ -90,9 +90,6 @@ class TransformedBatches:
         processes = start_processes([__name__], threads_per_process=1)
         self._decoders = Decoders(_Silent(), _MAX_ROWS * int(np.prod(self._shape)), processes)
         self._decoders.start(partial(_open_readers, config, pickled, own_files()))
-
-    def __enter__(self) -> TransformedBatches:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self._decoders.__exit__(*exception)
@@ -117,11 +114,9 @@ class TransformedBatches:
             yield _joined_batch(*under_way.popleft())
 
     def held_out(self, part: Part) -> Iterator[LocalBatch]:
-        """Yield the batches of the source as they are."""
         return self._source.held_out(part)
 
     def keys(self, part: Part, samples: Sequence[int]) -> list[str]:
-        """Return the keys of images of a part."""
         return self._source.keys(part, samples)
 
     def try_twice(self, report: Callable[[str], object]) -> None:
@@ -140,10 +135,7 @@ class TransformedBatches:
 
 
 def _joined_batch(local: LocalBatch, pieces: Sequence[Future[Block]]) -> LocalBatch:
-    """Wait for the transformed images of the ``pieces`` of ``local``, and return the batch with them.
-
-    A batch without images is returned unchanged. Raises the exception of a transform.
-    """
+    """Wait for the transformed images of the ``pieces`` of ``local``, and return the batch with them."""
     images = [piece.result().images for piece in pieces]
     return replace(local, images=np.concatenate(images)) if images else local
 
