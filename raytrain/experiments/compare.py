@@ -29,9 +29,9 @@ class ComparedRun:
 
     ``options`` has only those in which the runs differ. ``best_value`` is the best value of the metric of ``--best``,
     ``best_metric``, in any evaluation; ``validation_accuracy`` and ``validation_loss`` are from the last one. ``loss``
-    is that of the last row of training steps, ``images_per_s`` the median after the first
-    tenth of the steps, as in a sweep, ``seconds`` the time
-    of all attempts so far, start-ups included, and ``skipped`` the number of images that could not be used.
+    is that of the last row of training steps, ``images_per_s`` the median after the first tenth of the steps, as in a
+    sweep, ``seconds`` the time of all attempts so far, start-ups included, and ``skipped`` the number of images that
+    could not be used.
     """
 
     name: str
@@ -149,8 +149,7 @@ def sort_runs(runs: Sequence[RunInfo], key: SortKey) -> list[RunInfo]:
     With the key ``best``, the best run comes first. Values of different metrics cannot be compared, so runs with the
     same metric of --best stand together, those with the most frequent metric first.
 
-    Example:
-        >>> sort_runs(list_runs("./runs"), "best")[0].name
+    Example: ``sort_runs(list_runs("./runs"), "best")[0].name``
     """
     if key in _WORDS:
         return sorted(runs, key=_WORDS[key])

@@ -126,10 +126,7 @@ def points(space: Space, trials: int | None, seed: int) -> list[Point]:
             values.append(domain)
         return [dict(zip(space, combination, strict=True)) for combination in itertools.product(*values)]
 
-    if trials < 1:
-        raise UsageError(f"--trials is {trials}; it must be at least 1.")
-    if (most := num_points(space)) < trials:
-        raise too_many_trials(trials, int(most))
+    check_trials(trials, num_points(space))
     # The values of a list are dealt like cards: a value is drawn again only once all others were drawn. So each value
     # is tried even if there are few trials.
     generator = random.Random(seed)
@@ -148,15 +145,19 @@ def points(space: Space, trials: int | None, seed: int) -> list[Point]:
         point = {name: draw(name, domain) for name, domain in space.items()}
         drawn.setdefault(tuple(point.values()), point)
         if len(drawn) == trials:
-            return list(drawn.values())
-    raise too_many_trials(trials, len(drawn))
+            break
+    check_trials(trials, len(drawn))
+    return list(drawn.values())
 
 
-def too_many_trials(trials: int, num_points: int) -> UsageError:
-    """Return the error for more ``trials`` than the ``num_points`` points that the space has."""
-    return UsageError(
-        f"--trials is {trials}, and --vary describes {num_points} different points only; ask for at most {num_points}."
-    )
+def check_trials(trials: int, most: float) -> None:
+    """Raise UsageError unless ``trials`` is at least 1, and at most the number of points that the space has."""
+    if trials < 1:
+        raise UsageError(f"--trials is {trials}; it must be at least 1.")
+    if most < trials:
+        raise UsageError(
+            f"--trials is {trials}, and --vary describes {most:.0f} different points only; ask for at most {most:.0f}."
+        )
 
 
 def num_points(space: Space) -> float:
@@ -245,10 +246,7 @@ def _takes_none(name: str) -> bool:
 
 
 def _listed_value(flag: str, name: str, text: str, kind: Any) -> Value:
-    """Return one of the values in a list, ``text``, of the option ``name``: None, a text, or a value of ``kind``.
-
-    The other arguments are those of :func:`_value`, and so is what is raised.
-    """
+    """Return one of the values in a list, ``text``, of the option ``name``: None, a text, or a value of ``kind``."""
     if text.lower() == "none" and _takes_none(name):  # as on the command line
         return None
     return text if is_per_worker(text) and _takes_text(name) else _value(flag, text, kind)

@@ -72,12 +72,11 @@ def sweep(
             check_compared(trial)
     config = settle_options(config)
 
-    # The sweep is prepared as a run is: images are listed and checked once for all trials. Meanwhile, the machines are
-    # opened, and ``join`` waits for them.
-    with (
-        open_machines(config) as join,
-        prepare(_with_most_folds(config, examples), TrainRequest(started_at=started_at)) as prepared,
-    ):
+    # The sweep is prepared as a run is: images are listed and checked once for all trials, with the most folds that a
+    # trial has, so that too few images or groups are refused. Meanwhile, the machines are opened, and ``join`` waits.
+    folds = [(trial.config.fold[1], trial.config.validation_fold) for trial in examples if trial.config.fold]
+    listed = dataclasses.replace(config, validation_fold=max(folds)[1]) if folds else config
+    with open_machines(config) as join, prepare(listed, TrainRequest(started_at=started_at)) as prepared:
         # The sweep's own options have no fold: that was for listing the images.
         own_config = dataclasses.replace(prepared.config, validation_fold=config.validation_fold)
         prepared = dataclasses.replace(prepared, config=own_config)
@@ -101,18 +100,6 @@ def sweep(
         session = SweepSession(prepared, planned, options, runs, examples, machines, loop)
         with signals or StopSignals() as signals, session:
             return session.watch(signals, view)
-
-
-def _with_most_folds(config: TrainConfig, trials: Sequence[Trial]) -> TrainConfig:
-    """Return ``config`` with the fold of the trial that has the most folds; as it is if no trial has one.
-
-    Listing the images with these options raises UsageError if the images, or their groups, are too few for the folds.
-    """
-    folds = [(trial.config.fold[1], trial.config.validation_fold) for trial in trials if trial.config.fold]
-    if not folds:
-        return config
-    _, fold_of_most = max(folds)
-    return dataclasses.replace(config, validation_fold=fold_of_most)
 
 
 def check_compared(trial: Trial) -> None:

@@ -18,11 +18,11 @@ from raytrain.errors import UsageError, format_count
 from raytrain.experiments.search_space import (
     Point,
     are_points,
+    check_trials,
     num_points,
     outermost_points,
     parse,
     points,
-    too_many_trials,
 )
 from raytrain.experiments.sweep_options import Pruner, Sampler, SweepOptions
 from raytrain.runs.documents import SWEEP, open_run, read_json, write_json
@@ -77,13 +77,7 @@ class Sweep:
         return self.varies_workers or any("validation_fold" in point for point in self.points)
 
 
-def plan_sweep(
-    config: TrainConfig,
-    vary: str | Sequence[str],
-    options: SweepOptions,
-    *,
-    trust: bool = False,
-) -> Sweep:
+def plan_sweep(config: TrainConfig, vary: str | Sequence[str], options: SweepOptions, *, trust: bool = False) -> Sweep:
     """Return the plan of a new sweep, or, if ``config`` says so, the stored plan of one that is resumed.
 
     ``vary`` and ``options`` are as in :func:`raytrain.sweep`. A sweep that is resumed keeps its points and what chose
@@ -149,12 +143,7 @@ def plan_sweep(
 
 
 def _new_sweep(vary: Sequence[str], options: SweepOptions, seed: int) -> Sweep:
-    """Return the plan of a new sweep over ``vary``.
-
-    Without trials in the ``options``, the points are all combinations of values; with them, points drawn with ``seed``.
-    Only a sampler of Optuna's chooses its points later. Raises UsageError if ``vary`` is wrong, or if the trials or the
-    sampler do not fit it.
-    """
+    """Return the plan of a new sweep over ``vary``."""
     trials, sampler, pruner = options.trials, options.sampler, options.pruner
     space = parse(vary)
     if sampler == "grid" and trials is not None:
@@ -173,10 +162,7 @@ def _new_sweep(vary: Sequence[str], options: SweepOptions, seed: int) -> Sweep:
 
     # A sampler of Optuna's: points are chosen while the sweep trains.
     assert trials is not None
-    if trials < 1:
-        raise UsageError(f"--trials is {trials}; it must be at least 1.")
-    if (most := num_points(space)) < trials:
-        raise too_many_trials(trials, int(most))
+    check_trials(trials, num_points(space))
     if "workers" in space or "validation_fold" in space:
         measured = "how training scales" if "workers" in space else "each fold"
         raise UsageError(f"--sampler {sampler} chooses few points, and {measured} is measured of all; omit --sampler.")
@@ -184,10 +170,7 @@ def _new_sweep(vary: Sequence[str], options: SweepOptions, seed: int) -> Sweep:
 
 
 def _refuse_other_plan(stored: Sweep, title: str, vary: Sequence[str], options: SweepOptions) -> None:
-    """Raise UsageError if ``vary`` or ``options`` of a resume, where given, are not those of the sweep's start.
-
-    ``title`` is the sweep's, for the sentence.
-    """
+    """Raise UsageError if ``vary`` or ``options`` of a resume, where given, are not those of the sweep's start."""
     # --trials may also count the points of a cross-validation, each of which is a trial on every fold.
     has_other_points = len(vary) > 0 and tuple(vary) != stored.vary
     if has_other_points or options.trials not in (None, stored.num_trials, stored.num_trials // stored.num_folds):
@@ -261,17 +244,9 @@ def parse_sweep(document: dict[str, Any]) -> Sweep | None:
     trials, sampler, pruner, digits = (document.get(name) for name in ("trials", "sampler", "pruner", "digits"))
     if sampler not in (None, *get_args(Sampler)) or pruner not in (None, *get_args(Pruner)):
         return None
-    if sampler is None and trials is not None:
-        return None
-    if sampler is not None and not isinstance(trials, int):
+    if not (trials is None if sampler is None else isinstance(trials, int)):
         return None
     if len(document["points"]) > (trials or math.inf) or digits not in (None, *range(2, 10)):
         return None
-    return Sweep(
-        vary=tuple(document["vary"]),
-        points=tuple(document["points"]),
-        trials=trials,
-        sampler=sampler,
-        pruner=pruner,
-        digits=digits,
-    )
+    vary, tried = tuple(document["vary"]), tuple(document["points"])
+    return Sweep(vary=vary, points=tried, trials=trials, sampler=sampler, pruner=pruner, digits=digits)

@@ -30,7 +30,7 @@ from raytrain.experiments.trial_stopping import EarlyStopping, Judge
 from raytrain.experiments.trials import Trial, as_typed, num_digits, trial_of, trials_of
 from raytrain.launch.notification import Notification, notify_target
 from raytrain.launch.placement import device_kind
-from raytrain.launch.prepare import Loop, PreparedRun, RunGroup
+from raytrain.launch.prepare import Loop, PreparedRun, RunGroup, TrainRequest
 from raytrain.launch.resumed_options import check_budget
 from raytrain.monitor.cost import CostMeter
 from raytrain.monitor.document_writer import DocumentWriter
@@ -54,14 +54,9 @@ _POLL_EVERY_S = 0.5
 class SweepSession:
     """A sweep that trains while the session is open.
 
-    Args:
-        prepared: the sweep, prepared like a run: its options, storage and images.
-        planned: the points that it tries, and what chooses them.
-        options: what stops its trials early, up to which metric they are timed, and what is reported of them.
-        trials: the trials whose points are known already: all, or, with a sampler, those that it has chosen so far.
-        examples: trials with the options that any trial may have, by which steps and epochs are counted.
-        machines: how many trials train at the same time, and on which machines.
-        loop: the training loop, if the user gave one as a function.
+    The sweep is ``prepared`` like a run. ``trials`` are those whose points are known already: all, or, with a sampler,
+    those that it has chosen so far. ``examples`` are trials with the options that any trial may have, by which steps
+    and epochs are counted.
 
     Raises UsageError if the dollars of --max-cost are spent already, or the GPUs cannot be divided among the trials.
     """
@@ -131,11 +126,7 @@ class SweepSession:
             self._free_gpus.put(gpus_of_trial)
 
     def _open_study(self, metric: BestMetric, num_epochs: int, trials: Sequence[Trial]) -> SweepStudy | None:
-        """Return the study of a sweep that uses Optuna, with the points of all ``trials``; None for other sweeps.
-
-        If the sweep resumes, the study is restored from its log. A log that does not fit the sweep is not used, which
-        is logged as a warning.
-        """
+        """Return the study of a sweep that uses Optuna, with the points of all ``trials``; None for other sweeps."""
         planned, prepared = self._planned, self._prepared
         if planned.sampler is None and planned.pruner is None:
             return None
@@ -169,9 +160,8 @@ class SweepSession:
 
     def _add(self, trial: Trial) -> TrialRun:
         """Add a trial, have it wait for its turn unless it is over, and return its run."""
-        run = TrialRun(
-            len(self._runs), trial, self._prepared.name, self._loop, self._judge, self._options.notify_trials
-        )
+        request = TrainRequest(loop=self._loop, sweep=self._prepared.name, notifies=self._options.notify_trials)
+        run = TrialRun(len(self._runs), trial, request, self._judge)
         self._runs.append(run)
         if not is_over(run.result):
             self._waiting.append(run)
@@ -387,20 +377,14 @@ class SweepSession:
         return dataclasses.replace(snapshot, dollars=dollars), failure
 
     def _record(self, snapshot: Snapshot) -> StopReason | None:
-        """Write the documents that are due; return the request to stop in storage, if there is one.
-
-        It runs in a thread of its own, because storage may hang.
-        """
+        """Write the documents that are due; return the request to stop in storage, if there is one."""
         if self._judge.study is not None:
             self._judge.study.write()
         self._writer.heartbeat(snapshot)
         return self._writer.stop_request()
 
     def _scalings(self, histories: Mapping[str, Sequence[MetricRow]]) -> tuple[Scaling, ...]:
-        """Return what more workers gain, for each combination of the other options. All are timed to the same value.
-
-        ``histories`` has the rows of each finished trial, by its name.
-        """
+        """Return what more workers gain, for each combination of the other options. All are timed to the same value."""
         sizes: dict[str, list[Size]] = {}  # by the other options, as a user types them
         points: dict[str, Point] = {}
         for run in self._runs:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
 
 from raytrain.errors import RaytrainError
 from raytrain.experiments.trial_results import is_over, stored_result
 from raytrain.experiments.trial_stopping import Judge
 from raytrain.experiments.trials import Trial
-from raytrain.launch.prepare import Loop, RunGroup, TrainRequest
+from raytrain.launch.prepare import RunGroup, TrainRequest
 from raytrain.launch.train import start_run
 from raytrain.monitor.events import Note
 from raytrain.monitor.snapshot import Snapshot
@@ -24,23 +25,16 @@ from raytrain.runs.redact import redact
 class TrialRun:
     """One trial: an ordinary run in a thread, watched by its view and stopped by its signals.
 
-    Args:
-        number: the trial's number in the sweep, from 0.
-        trial: its name and options.
-        sweep: the name of the sweep.
-        loop: the training loop, if the user gave one as a function.
-        judge: decides whether the trial stops early; a trial that is over already is added to what it has noted.
-        notifies: whether --notify also reports how this trial ends.
+    ``number`` is the trial's in the sweep, from 0. ``request`` has the loop, the name of the sweep, and whether
+    --notify reports how this trial ends. A trial that is over already is added to what ``judge`` has noted.
 
     ``result`` is the trial's state so far. Setting ``aborted`` ends the trial at once, without a checkpoint.
     """
 
-    def __init__(self, number: int, trial: Trial, sweep: str, loop: Loop | None, judge: Judge, notifies: bool) -> None:
+    def __init__(self, number: int, trial: Trial, request: TrainRequest, judge: Judge) -> None:
         self.trial = trial
         self._number = number
-        self._sweep = sweep
-        self._loop = loop
-        self._notifies = notifies
+        self._request = request
         self.result = stored_result(trial)
         self.aborted = False
         self.machines: tuple[MachineUse, ...] = ()  # on which the trial trains now
@@ -71,15 +65,8 @@ class TrialRun:
                 config = dataclasses.replace(config, device=device, threads_per_worker=group.placement.threads)
 
             # Train; a failure, which is caught below, ends this trial alone.
-            request = TrainRequest(
-                loop=self._loop,
-                view=self._follow,
-                signals=self.signals,
-                group=group,
-                sweep=self._sweep,
-                notifies=self._notifies,
-            )
-            start_run(config, request)
+            own = {"view": self._follow, "signals": self.signals, "group": group, "started_at": time.monotonic()}
+            start_run(config, dataclasses.replace(self._request, **own))
             self._judge.end(self._number, self.result)
         except KeyboardInterrupt:
             self.result = dataclasses.replace(self.result, status="interrupted")

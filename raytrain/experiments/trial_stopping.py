@@ -47,10 +47,7 @@ class EarlyStopping:
 class Judge:
     """Decides which trials stop, because they are worse than others: by early stopping, or by Optuna's pruner.
 
-    Args:
-        metric: the metric by which the sweep compares trials.
-        early: early stopping; without epochs, it stops no trial.
-        study: the sweep's study in Optuna, which learns what the trials measure; None if the sweep uses no Optuna.
+    The sweep compares its trials by ``metric``. Its ``study`` in Optuna, if it uses that, learns what they measure.
     """
 
     def __init__(self, metric: BestMetric, early: EarlyStopping, study: SweepStudy | None) -> None:
