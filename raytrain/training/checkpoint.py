@@ -1,4 +1,4 @@
-"""Checkpoints of a run: their content, how they are written, and how the newest undamaged one is found.
+"""Checkpoints of a run: their content, when one is due, how they are written, and how the newest whole one is found.
 
 Only worker 0 writes. Training waits while the state is copied to the CPU, and goes on while a thread writes it. Slow
 storage must neither stop training nor fill the memory with copies: of the copies that wait for the thread, only the
@@ -15,6 +15,7 @@ import io
 import json
 import pickle
 import threading
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
@@ -22,10 +23,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from raytrain.config import TrainConfig
 from raytrain.errors import NoWholeCheckpoint, RaytrainError, UsageError
 from raytrain.monitor.events import CheckpointDamaged, CheckpointSkipped, CheckpointWritten, Event
 from raytrain.runs.documents import CHECKPOINTS, read_json
-from raytrain.runs.outcome import Progress
+from raytrain.runs.outcome import DIVERGED_HINT, Progress
 from raytrain.runs.stored_checkpoints import (
     Identity,
     best_checkpoint,
@@ -57,6 +59,61 @@ class Checkpoint:
             return weights or None
         # torch's AveragedModel has the network as its attribute `module`.
         return {name.removeprefix("module."): value for name, value in weights.items() if name != "n_averaged"}
+
+
+class CheckpointSchedule:
+    """Keeps the step of the newest checkpoint, ``saved_step``, and decides whether the next one is due.
+
+    ``saved_step`` is None without a checkpoint. :meth:`note_checkpoint` is called for each checkpoint.
+    """
+
+    def __init__(self, config: TrainConfig, steps_per_epoch: int, saved_step: int | None) -> None:
+        self.saved_step = saved_step
+        # If the last checkpoint was left out, its step, and the name of the weight that is not finite.
+        self._diverged: tuple[int, str] | None = None
+        every = config.checkpoint_intervals
+        self._every_steps = (every.steps, every.epochs * steps_per_epoch)
+        self._every_s = every.seconds
+        self._saved_at = time.monotonic()
+
+    def due_at(self, step: int) -> bool:
+        """Return whether the options ask for a checkpoint after ``step`` completed steps."""
+        return any(every > 0 and step % every == 0 for every in self._every_steps)  # 0: not by steps, or epochs
+
+    def due_by_time(self) -> bool:
+        """Return whether the last checkpoint, or the start of this attempt, is too many seconds ago."""
+        return self._every_s > 0 and time.monotonic() - self._saved_at >= self._every_s
+
+    def due_at_end(self, step: int) -> bool:
+        """Return whether a run that ends after ``step`` completed steps still needs its last checkpoint.
+
+        It does not after step 0, nor if the checkpoint of this step was written, or left out.
+        """
+        left_out_step = self._diverged[0] if self._diverged is not None else None
+        return step not in (0, self.saved_step, left_out_step)
+
+    def note_checkpoint(self, step: int, not_finite: str | None = None) -> None:
+        """Note that a checkpoint after ``step`` completed steps is being written, or left out.
+
+        It is left out if a weight is not finite, whose name is ``not_finite``. Both count as the last checkpoint.
+        """
+        if not_finite is None:
+            self.saved_step, self._diverged = step, None
+        else:
+            self._diverged = step, not_finite
+        self._saved_at = time.monotonic()
+
+    def forget_checkpoint(self) -> None:
+        """Note that the newest checkpoint lacks something, so that another one is due at the end."""
+        self.saved_step = self._diverged = None
+
+    @property
+    def divergence(self) -> str | None:
+        """Why the last checkpoint that was due was left out; None if it was written."""
+        if self._diverged is None:
+            return None
+        step, name = self._diverged
+        return f"the weight {name} is not finite after step {step:,}; {DIVERGED_HINT}"
 
 
 class StoredFile(NamedTuple):
@@ -255,10 +312,7 @@ class Checkpoints:
         return None if file is None else _parse_whole(f"{self.store.url}/{file.path}", file.data)
 
     def _raise_error(self) -> None:
-        """Raise the error of the writing thread, if there is one: a RaytrainError as it is, others as a sentence.
-
-        Each error is raised only once.
-        """
+        """Raise the error of the writing thread, if there is one: a RaytrainError as it is, others as a sentence."""
         error, self._error = self._error, None
         if isinstance(error, RaytrainError):
             raise error
@@ -311,9 +365,7 @@ def _from_first(read: Callable[[], StoredFile | None], device: torch.device) -> 
 def read_checkpoint(store: Store, path: str) -> Checkpoint:
     """Read a checkpoint file; code in it is never run. Raises UsageError if it is no whole checkpoint.
 
-    Example::
-
-        weights = read_checkpoint(store, "checkpoints/step-000001000.pt").weights
+    Example: ``weights = read_checkpoint(store, "checkpoints/step-000001000.pt").weights``
     """
     return _parse_whole(f"{store.url}/{path}", store.get(path))
 

@@ -14,9 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import register_multi_grad_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from raytrain.config import ResolvedConfig
 from raytrain.errors import UsageError, some_of
@@ -26,6 +28,12 @@ from raytrain.training.exact.gradients import parameters_of
 from raytrain.training.optimisation import rising_rate
 from raytrain.training.prepared_models import PreparedModels
 from raytrain.training.protocols import Worker
+
+_LATE = (
+    "the loop computes with a batch after it has asked for the next one: a checkpoint or a stop in between counts the "
+    "batch, without what the network learns from it, so a resume leaves it out; compute with each batch before asking "
+    "for the next one, as a run reads images ahead by itself"
+)
 
 
 @contextmanager
@@ -157,9 +165,6 @@ class OptimizerSteps:
         """Prepare a step of ``optimizer``; torch calls this before each step of each optimizer.
 
         Return arguments and options that replace those of the step, or None. ``args[0]`` is the optimizer itself.
-
-        Raises UsageError if checkpoints lack the optimizer, its scheduler or the weights that it trains, and, in a
-        search for a learning rate, if its first rate is 0.
         """
         # Steps before the first batch, and of what is in no prepared network, are none of the run's.
         if self._step is None or not self._trains(optimizer):
@@ -171,10 +176,14 @@ class OptimizerSteps:
         self._models.gradients.sum_deferred()
         self._models.check_trained_by(optimizer)
 
-        # Set the learning rates before they are noted for the history.
+        # Set the learning rates in a search for one, and note them after those of other optimizers in the same batch. A
+        # rate may be a tensor, which a scheduler changes in place, so it is copied: reading it would wait for a device.
         if self._config.is_range_test:
             self._set_rising_rates(optimizer, self._step)
-        self._note_rates(optimizer, self._step)
+        if self._rates_step != self._step:
+            self._rates, self._rates_step = [], self._step
+        rates = [group["lr"] for group in optimizer.param_groups if "lr" in group]
+        self._rates += [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]
 
         # Autocast is for the networks' computations: a step in 16 bits would lose small changes. _after restores it.
         device_type = self._worker.device.type
@@ -218,15 +227,6 @@ class OptimizerSteps:
         for group, first_rate in zip(optimizer.param_groups, first_rates, strict=True):
             group["lr"] = rate * first_rate / first_rates[0]
 
-    def _note_rates(self, optimizer: Optimizer, step: int) -> None:
-        """Note the learning rates of ``optimizer``, after those of other optimizers in the batch of ``step``."""
-        if self._rates_step != step:
-            self._rates, self._rates_step = [], step
-        # A rate may be a tensor, which a scheduler changes in place, so it is copied. To read it now would be to wait
-        # for the device.
-        rates = [group["lr"] for group in optimizer.param_groups if "lr" in group]
-        self._rates += [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]
-
     def _after(self, optimizer: Optimizer, *_: object) -> None:
         """Note a step of ``optimizer``, and restore autocast; torch calls this after each step of each optimizer."""
         if self._step is not None and self._trains(optimizer):
@@ -261,3 +261,38 @@ class OptimizerSteps:
         if self._worker.world_size > 1:
             dist.all_reduce(joined)
         return joined
+
+
+class LateBackward:
+    """Reports a backward that comes after the last batch of an epoch, and before the loop asks for the next epoch.
+
+    It is late if no optimizer has stepped in the first batch of the epoch, and one has in the last: the loop gets each
+    batch ahead of its step, as to read ahead itself. On one worker such a loop trains well, but a checkpoint between
+    the two counts a batch of which the network has learned nothing. On several, ``Steps.share`` refuses its backward.
+    """
+
+    def __init__(self, models: PreparedModels, world_size: int, report: Callable[[str], None]) -> None:
+        self._models, self._world_size, self._report = models, world_size, report
+        self._first_has_step = False  # an optimizer has stepped in the first batch of the epoch
+        self._last_has_step = False  # and in the last one so far
+        self._hook: RemovableHandle | None = None  # called by the next backward
+
+    def end_step(self, has_stepped: bool, *, is_first: bool) -> None:
+        """Note whether an optimizer ``has_stepped`` in a batch, which may be the first one of an epoch or attempt."""
+        self._last_has_step = has_stepped
+        if is_first:
+            self._first_has_step = has_stepped
+
+    def watch(self) -> None:
+        """Report the next backward, if it comes before :meth:`end_watch` and is late."""
+        if self._world_size > 1 or self._first_has_step or not self._last_has_step:
+            return
+        weights = [weight for model in self._models.trained for weight in model.parameters() if weight.requires_grad]
+        if weights:
+            self._hook = register_multi_grad_hook(weights, lambda _: self._report(_LATE), mode="any")
+
+    def end_watch(self) -> None:
+        """Report no further backward."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None

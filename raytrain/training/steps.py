@@ -40,18 +40,16 @@ from raytrain.monitor.events import CheckpointSkipped, Note
 from raytrain.monitor.snapshot import epoch_of
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.outcome import Outcome, Progress, StopReason
-from raytrain.training.checkpoint import Checkpoints
-from raytrain.training.checkpoint_schedule import CheckpointSchedule
+from raytrain.training.checkpoint import Checkpoints, CheckpointSchedule
 from raytrain.training.checkpoint_state import CheckpointState
 from raytrain.training.exact.agreement import agreed
-from raytrain.training.late_backward import LateBackward
 from raytrain.training.loop_checks.loop_watch import LoopWatch
 from raytrain.training.loop_checks.unprepared_networks import UnpreparedNetworks
 from raytrain.training.metrics.early_stop import EarlyStop
 from raytrain.training.metrics.machine_meter import MachineMeter
 from raytrain.training.metrics.sample_trace import SampleTrace
 from raytrain.training.metrics.step_metrics import StepMetrics, StepTotals
-from raytrain.training.optimizer_steps import OptimizerSteps
+from raytrain.training.optimizer_steps import LateBackward, OptimizerSteps
 from raytrain.training.prepared_models import PreparedModels
 from raytrain.training.protocols import Reporter, Worker
 

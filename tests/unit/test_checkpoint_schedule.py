@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from raytrain.config import TrainConfig
-from raytrain.training.checkpoint_schedule import CheckpointSchedule
+from raytrain.training.checkpoint import CheckpointSchedule
 
 STEPS_PER_EPOCH = 10
 

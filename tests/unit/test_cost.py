@@ -26,7 +26,7 @@ from raytrain.runs.documents import run_store, write_config
 from raytrain.runs.machine_history import MachineUse
 from raytrain.runs.outcome import StopReason
 from raytrain.runs.status import RunStatus, read_status, write_status
-from raytrain.training.metrics.gpu_energy import GpuEnergy
+from raytrain.training.metrics.machine_meter import GpuEnergy
 from tests.helpers import small_runs
 from tests.helpers.snapshots import snapshot
 
