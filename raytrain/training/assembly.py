@@ -27,7 +27,7 @@ from raytrain.training.loop_checks.reached_code import remember_source_lines
 from raytrain.training.loop_checks.unused_options import options_without_effect, unused_options
 from raytrain.training.loop_errors import errors_of_loop
 from raytrain.training.metrics.gallery import Gallery
-from raytrain.training.metrics.sample_margins import MARGINS, SampleMargins
+from raytrain.training.metrics.sample_margins import SampleMargins
 from raytrain.training.networks import transfer
 from raytrain.training.networks.device_precision import precision_warning, set_gpu_products
 from raytrain.training.networks.loss import Loss
@@ -73,12 +73,7 @@ def make_run(
 ) -> Run:
     """Return this worker's part of the run, which continues from the newest checkpoint, if there is one.
 
-    Every worker calls this, after its process group is made.
-
-    Args:
-        source: where this worker gets its images.
-        reporter: where it reports metrics and events.
-        weights: the initial weights that :func:`load_initial_weights` has returned.
+    Every worker calls this, after its process group is made, with the result of :func:`load_initial_weights`.
     """
     config, worker = spec.config, Worker.here(device)
 
@@ -88,14 +83,11 @@ def make_run(
     else:
         set_gpu_products(config.precision)
         torch.backends.cudnn.benchmark = True  # worth its trials, because nearly all batches have the same size
-    if worker.rank == 0 and (warning := precision_warning(config.precision, device)):
-        reporter.note_event(Note(warning))  # before the first step, which may take minutes if the warning holds
-    if worker.world_size == 1 and config.gradient_dtype is not None:
-        reporter.note_event(
-            Note(f"--gradient-dtype {config.gradient_dtype} changes nothing: one worker sends no gradients")
-        )
-    if worker.rank == 0:
-        for note in transfer.notes_on_weights(config, spec.classes, weights):
+    if worker.rank == 0:  # before the first step, which may take minutes if the precision is emulated
+        notes = [precision_warning(config.precision, device), *transfer.notes_on_weights(config, spec.classes, weights)]
+        if worker.world_size == 1 and config.gradient_dtype is not None:
+            notes.append(f"--gradient-dtype {config.gradient_dtype} changes nothing: one worker sends no gradients")
+        for note in filter(None, notes):
             reporter.note_event(Note(note))
 
     # Read the newest checkpoint, from which each object is restored when the loop prepares it.
@@ -110,7 +102,7 @@ def make_run(
         config, spec.plan, models, state, checkpoints, reporter, worker, progress, resumes=restored is not None
     )
     margins = SampleMargins.of(config, spec.plan.num_samples, len(spec.classes), worker)
-    state.add_sums(MARGINS, margins)
+    state.add_margins(margins)
     augment = Augment(config, crops=spec.transforms is None)
     label_sets = None if spec.label_sets is None else torch.from_numpy(spec.label_sets).to(device)
     return Run(
@@ -171,7 +163,11 @@ def training(spec: RunSpec, run: Run) -> Iterator[None]:
     def notes_after_first_step() -> Iterator[str]:
         """Yield the notes. Every worker makes these checks, so that all of them raise the same error."""
         if spec.loop is not None:
-            record_unused_options(spec, run)
+            # Write which options the loop does not use into a document of the run, so that `compare` leaves them out.
+            unused = [name for names in options_without_effect(run, spec.loop).values() for name in names]
+            if run.rank == 0:
+                with suppress(StorageError):  # the run goes on without the document
+                    write_json(spec.store, UNUSED_OPTIONS, {"options": unused})
             yield from unused_options(run, spec.loop)
             if run.world_size > 1:
                 yield from notes_on_number_of_workers(spec.loop)
@@ -189,15 +185,3 @@ def training(spec: RunSpec, run: Run) -> Iterator[None]:
             run.steps.wait_for_checkpoint()  # so that another attempt loses fewer steps
             run.files.close(_SENT_WITHIN_S)
             raise
-
-
-def record_unused_options(spec: RunSpec, run: Run) -> None:
-    """Write which options the loop does not use into a document of the run, so that `compare` leaves them out.
-
-    Worker 0 does, after the first step. If storage fails, the run goes on without the document.
-    """
-    assert spec.loop is not None
-    unused = [name for names in options_without_effect(run, spec.loop).values() for name in names]
-    if run.rank == 0:
-        with suppress(StorageError):
-            write_json(spec.store, UNUSED_OPTIONS, {"options": unused})

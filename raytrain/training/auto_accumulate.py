@@ -43,10 +43,7 @@ def check_step_fits(run: Run) -> None:
 
 
 def _fits(run: Run, num_microbatches: int) -> bool:
-    """Return whether a step fits into this worker's memory with its part of the largest of ``num_microbatches``.
-
-    It tries one, and frees the memory again.
-    """
+    """Return whether a step with the largest of ``num_microbatches`` fits into this worker's memory, by trying one."""
     plan = replace(run.plan, accumulate=num_microbatches)
     partition = Partition(plan, run.rank, run.config.loads(run.world_size))
     num_images = max(1, *partition.microbatch_sizes(plan.batch(0)))  # a worker without images has a placeholder

@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves
 
 from raytrain.errors import UsageError, format_count, some_of
 from raytrain.training.metrics.prepared_metrics import is_metric, joined_state, prepare_metric
-from raytrain.training.metrics.sample_margins import SampleMargins
+from raytrain.training.metrics.sample_margins import MARGINS, SampleMargins
 from raytrain.training.resumed_optimizers import ResumedOptions, options_of
 
 StateDict = dict[str, Any]
@@ -108,7 +108,7 @@ class CheckpointState:
         self._frozen_before_epochs: dict[str, list[str]] = {}  # as the loop has frozen weights by then
         self._prepared: dict[str, _Prepared] = {}  # by name
         self._metrics: dict[str, Any] = {}  # of torchmetrics: those of the prepared objects that are joined
-        self._sums: dict[str, SampleMargins] = {}
+        self._margins: SampleMargins | None = None
         self._options = ResumedOptions(resumes=self._resumes)
         # The first error of a network that its state did not fit. The loop may change its layers before its epochs
         # begin, as by a reparametrisation, so the state is loaded again by then.
@@ -164,10 +164,10 @@ class CheckpointState:
         if self._rank > 0:
             metric.reset()
 
-    def add_sums(self, name: str, sums: SampleMargins) -> None:
-        """Keep ``sums`` under ``name``, added up over the workers for each checkpoint; load restored ones, if any."""
-        self._sums[name] = sums
-        sums.load(self._restored.pop(name, {}))
+    def add_margins(self, margins: SampleMargins) -> None:
+        """Keep ``margins``, added up over the workers for each checkpoint; load restored ones, if any."""
+        self._margins = margins
+        margins.load(self._restored.pop(MARGINS, {}))
 
     def _add_optimizer(self, name: str, optimizer: Optimizer) -> None:
         """Add ``optimizer``, and the optimizers that it wraps, whose state its own state_dict lacks.
@@ -201,10 +201,7 @@ class CheckpointState:
         self._options.add(optimizer, built)
 
     def _add(self, name: str, thing: Stateful) -> None:
-        """Keep ``thing`` under ``name``, and load its state if the run resumes.
-
-        Raises UsageError if the checkpoint has no such state, or one that does not fit.
-        """
+        """Keep ``thing`` under ``name``, and load its state if the run resumes."""
         prepared = self._prepared[name] = _Prepared(thing)
         if not self._resumes:
             return
@@ -228,10 +225,7 @@ class CheckpointState:
             prepared.state_as_loaded = to_cpu(thing.state_dict())
 
     def _load_optimizer(self, name: str, optimizer: Optimizer, state: StateDict) -> StateDict | None:
-        """Load ``state`` into ``optimizer``; return it if it has groups for which it waits, else None.
-
-        Raises UsageError if it is the state of another kind of optimizer, or does not fit.
-        """
+        """Load ``state`` into ``optimizer``; return it if it has groups for which it waits, else None."""
         # torch silently loads the state of another kind. It is refused if each kind has options that the other lacks; a
         # newer torch may only have added some.
         stored_groups = state.get("param_groups", optimizer.param_groups)  # some optimizers' states have none
@@ -389,10 +383,10 @@ class CheckpointState:
         }
 
     def joined_metrics(self, world_size: int) -> dict[str, StateDict]:
-        """Return the states of all workers' metrics and sums, by name. Every worker calls this."""
+        """Return the states of all workers' metrics and margins, by name. Every worker calls this."""
         states = {name: joined_state(metric, world_size) for name, metric in self._metrics.items()}
-        sums = {name: margins.joined_state() for name, margins in self._sums.items()}
-        return {**states, **{name: state for name, state in sums.items() if state}}
+        margins = self._margins.joined_state() if self._margins else {}
+        return {**states, MARGINS: margins} if margins else states
 
     def load_again(self, state: Mapping[str, StateDict]) -> None:
         """Load everything but the metrics again, from the ``state`` of a checkpoint that will be evaluated."""

@@ -111,11 +111,7 @@ class PreparedModels(ExactNetworks):
     """
 
     def __init__(
-        self,
-        config: ResolvedConfig,
-        worker: Worker,
-        state: CheckpointState,
-        share: Callable[[], Tensor | float],
+        self, config: ResolvedConfig, worker: Worker, state: CheckpointState, share: Callable[[], Tensor | float]
     ) -> None:
         super().__init__(worker, share, gradients_in_bfloat16=config.gradient_dtype == "bfloat16")
         self.named: dict[str, nn.Module] = {}  # the networks and averages of weights, by their names in checkpoints

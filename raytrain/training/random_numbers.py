@@ -26,9 +26,7 @@ def seed_generators(seed: int, device: torch.device) -> None:
 
     torch takes 63 of them, and NumPy 32. torch.manual_seed is slower, because it seeds the generators of all devices.
 
-    Example::
-
-        seed_generators(mix(seed, step, rank), torch.device("cpu"))
+    Example: ``seed_generators(mix(seed, step, rank), torch.device("cpu"))``
     """
     torch.default_generator.manual_seed(seed >> 1)
     if device.type == "cuda":
@@ -107,9 +105,7 @@ def held_generators(function: Any) -> list[Any]:
     objects and of the user's classes, in lists and dicts, in closures, and in the global variables that functions and
     methods of the user's own files name.
 
-    Example::
-
-        seed_each(held_generators(transforms), mix(seed, sample))
+    Example: ``seed_each(held_generators(transforms), mix(seed, sample))``
     """
     generators: list[Any] = []
     seen: dict[int, Any] = {}  # by id(); keeps the values alive, so that no other value gets the ID of one of them

@@ -84,7 +84,9 @@ class ResumedOptions:
         schedulers = list(prepared)
         for scheduler in schedulers:
             schedulers += getattr(scheduler, "_schedulers", ())
-            of_groups = [ratios.get(id(group), 1.0) for group in _groups_of(scheduler)]
+            optimizer = getattr(scheduler, "optimizer", None)
+            groups = optimizer.param_groups if isinstance(optimizer, Optimizer) else []
+            of_groups = [ratios.get(id(group), 1.0) for group in groups]
             for attribute in ("base_lrs", "max_lrs"):
                 rates = getattr(scheduler, attribute, None)
                 if isinstance(rates, list) and len(rates) == len(of_groups):  # pyright: ignore[reportUnknownArgumentType]
@@ -132,12 +134,6 @@ def options_of(group: Options) -> Options:
     """
     options = {name: value for name, value in group.items() if name not in ("params", _BEGUN)}
     return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in options.items()}
-
-
-def _groups_of(thing: object) -> list[Options]:
-    """Return the groups of the optimizer of a scheduler; none for any other ``thing``."""
-    optimizer = getattr(thing, "optimizer", None)
-    return optimizer.param_groups if isinstance(optimizer, Optimizer) else []
 
 
 def _scheduled(options: Options) -> Options:

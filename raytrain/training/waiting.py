@@ -36,33 +36,27 @@ def report_long_waits(
     A wait is long after some 16 seconds in the same place. Polling costs the loop nothing, because another thread reads
     the stack of this one; a single worker has none.
     """
-    ended = threading.Event()
-    arguments = steps, reporter, worker, threading.get_ident(), ended, poll_every_s
+    polled_thread, ended = threading.get_ident(), threading.Event()
+
+    def poll() -> None:
+        location, num_polls = None, 0  # where it waited in the last poll, and how many polls before saw the same
+        with suppress(OSError, EOFError):  # the process that takes the reports may end first
+            while not ended.wait(poll_every_s):
+                frame = sys._current_frames().get(polled_thread)  # pyright: ignore[reportPrivateUsage]
+                current = _wait_location(frame, steps)
+                if location is not None and current != location and num_polls >= _NUM_POLLS:
+                    reporter.note_wait(worker.rank, worker.world_size, None)
+                num_polls = num_polls + 1 if current == location else 0
+                location = current
+                if location is not None and num_polls >= _NUM_POLLS:  # repeated, to show that the worker still waits
+                    reporter.note_wait(worker.rank, worker.world_size, location)
+
     if worker.world_size > 1:
-        threading.Thread(target=_poll, args=arguments, daemon=True, name="long-waits").start()
+        threading.Thread(target=poll, daemon=True, name="long-waits").start()
     try:
         yield
     finally:
         ended.set()
-
-
-def _poll(
-    steps: Steps, reporter: Reporter, worker: Worker, thread: int, ended: threading.Event, poll_every_s: float
-) -> None:
-    """Poll the stack of ``thread`` every few seconds until ``ended`` is set, and report long waits and their end.
-
-    ``thread`` is its identifier in the module ``threading``.
-    """
-    location, num_polls = None, 0  # where the thread waited in the last poll, and how many polls before saw the same
-    with suppress(OSError, EOFError):  # the process that takes the reports may end first
-        while not ended.wait(poll_every_s):
-            current = _wait_location(sys._current_frames().get(thread), steps)  # pyright: ignore[reportPrivateUsage]
-            if location is not None and current != location and num_polls >= _NUM_POLLS:
-                reporter.note_wait(worker.rank, worker.world_size, None)
-            num_polls = num_polls + 1 if current == location else 0
-            location = current
-            if location is not None and num_polls >= _NUM_POLLS:  # repeated, to show that the worker still waits
-                reporter.note_wait(worker.rank, worker.world_size, location)
 
 
 def _wait_location(frame: FrameType | None, steps: Steps) -> str | None:

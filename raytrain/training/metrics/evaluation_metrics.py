@@ -82,9 +82,7 @@ Truth = npt.NDArray[np.bool_]
 def balanced_accuracy(right: Counts, truth: Counts) -> float:
     """Return the mean, over the classes that have images, of the fraction predicted right; NaN without images.
 
-    Example::
-
-        balanced_accuracy(np.array([9, 1]), np.array([10, 2]))  # 0.7
+    Example: ``balanced_accuracy(np.array([9, 1]), np.array([10, 2])) == 0.7``
     """
     present = truth > 0
     return float((right[present] / truth[present]).mean()) if present.any() else float("nan")

@@ -151,10 +151,7 @@ class Gallery:
     def _write_document(
         self, step: int, worst: list[dict[str, Any]], batch: list[dict[str, Any]], confusion: list[list[int]]
     ) -> None:
-        """Write the document of an evaluation, its images as PNGs in data URLs; report it if storage does not take it.
-
-        Runs in a thread of its own.
-        """
+        """Write the document of an evaluation, with images as PNGs in data URLs; report it if storage refuses it."""
         for example in (*worst, *batch):
             example["image"] = png_url(example["image"])
         document = {"step": step, "classes": self._classes, "worst": worst, "batch": batch, "confusion": confusion}

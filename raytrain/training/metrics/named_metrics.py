@@ -34,13 +34,9 @@ _AREAS = {"auroc": areas_under_roc, "average_precision": average_precisions}  # 
 
 
 class NamedMetrics:
-    """Metrics called ``names`` of images that are added batch by batch, on several workers.
+    """Metrics called ``names``, as in ``TrainConfig.named_metrics``, of images that are added batch by batch.
 
-    Args:
-        names: as ``TrainConfig.named_metrics`` has them.
-        classes: names of the classes.
-        multi_label: whether an image may have several classes.
-        device: where the images' probabilities are, and the metrics are counted.
+    An image may have several classes if ``multi_label``. The images' probabilities are on the ``device``.
 
     Raises UsageError for a name that does not fit these classes.
 
@@ -117,12 +113,7 @@ class NamedMetrics:
         """Return the metrics over all workers' images, by name; NaN for one that needs more images.
 
         Every worker calls this. Metrics of ``torchmetrics`` have the name of their class; if one has several numbers,
-        these are metrics of their own.
-
-        Args:
-            total: adds up numbers over the workers, as ``run.total`` does.
-            gather: returns the rows of all workers, as ``run.gather`` does.
-            world_size: number of workers.
+        these are metrics of their own. ``total`` and ``gather`` do what ``run.total`` and ``run.gather`` do.
         """
         num_images, *sums = total(self._sums)
         metrics = {
@@ -136,10 +127,7 @@ class NamedMetrics:
         return metrics
 
     def _mean_areas(self, gather: Callable[[Tensor], Tensor]) -> dict[str, float]:
-        """Return the metrics that depend on the order of all images' probabilities, as means over the classes.
-
-        Every worker calls this, and computes the same from the images of all of them.
-        """
+        """Return the metrics that depend on the order of all images' probabilities, as means over the classes."""
         if self._batches is None:
             return {}
         # Join this worker's batches, of which there may be none, and gather the labels of all workers.

@@ -132,8 +132,21 @@ class SampleMargins:
         return {"sums": sums, "rivals": rivals}
 
     def lowest(self, most: int) -> tuple[SuspiciousLabel, ...]:
-        """Return up to ``most`` images with the lowest mean margin, the lowest first. Every worker calls this."""
-        return lowest_margins(self._joined(), self._num_classes, most)
+        """Return up to ``most`` images with the lowest mean margin, the lowest first. Every worker calls this.
+
+        Images that were not drawn are left out.
+        """
+        state = self._joined()
+        draws, margins, losses = state["sums"]
+        means = torch.where(draws > 0, margins / draws, torch.inf)
+        lowest = means.topk(min(most, len(means)), largest=False).indices
+        columns = [lowest, draws[lowest], means[lowest], losses[lowest] / draws[lowest], state["rivals"][lowest]]
+        rows = torch.stack([column.double() for column in columns]).T.tolist()  # one copy to the host
+        return tuple(
+            SuspiciousLabel(int(sample), int(count), margin, loss, int(rival) % self._num_classes)
+            for sample, count, margin, loss, rival in rows
+            if count
+        )
 
 
 def margins_missing(config: TrainConfig) -> str | None:
@@ -142,23 +155,6 @@ def margins_missing(config: TrainConfig) -> str | None:
         if getattr(config, name):
             return f"{flag(name)} mixes the images, and a mixed one has no margin"
     return "an image may have several classes" if config.multi_label else None
-
-
-def lowest_margins(state: Mapping[str, Tensor], num_classes: int, most: int) -> tuple[SuspiciousLabel, ...]:
-    """Return up to ``most`` images with the lowest mean margin in the ``state`` of a checkpoint, the lowest first.
-
-    Images that were not drawn are left out.
-    """
-    draws, margins, losses = state["sums"]
-    means = torch.where(draws > 0, margins / draws, torch.inf)
-    lowest = means.topk(min(most, len(means)), largest=False).indices
-    columns = [lowest, draws[lowest], means[lowest], losses[lowest] / draws[lowest], state["rivals"][lowest]]
-    rows = torch.stack([column.double() for column in columns]).T.tolist()  # one copy to the host
-    return tuple(
-        SuspiciousLabel(int(sample), int(count), margin, loss, int(rival) % num_classes)
-        for sample, count, margin, loss, rival in rows
-        if count
-    )
 
 
 def _rows_of(labels: Tensor, of_batch: Tensor) -> slice | None:

@@ -120,9 +120,7 @@ def logged_fractions(
     Every worker calls this, because objects of ``torchmetrics`` are joined over the workers. Raises UsageError for a
     value that ``Run.log`` does not take.
 
-    Example::
-
-        logged_fractions({"loss": 0.5}, num_used=8, classes=[], world_size=1)  # {"loss": (4.0, 8)}
+    Example: ``logged_fractions({"loss": 0.5}, num_used=8, classes=[], world_size=1) == {"loss": (4.0, 8)}``
     """
     fractions: dict[str, Fraction] = {}
     for name, value in values.items():

@@ -88,11 +88,7 @@ def initial_weights(config: TrainConfig, classes: Sequence[str], first_step: int
 
 
 def _read_weights(location: str) -> tuple[dict[str, Tensor], tuple[str, ...] | None]:
-    """Return the weights in the file at ``location``, and the classes that they were trained for, None if unknown.
-
-    Raises UsageError if there is no such file, it holds something else, or only code could read it; StorageError if it
-    cannot be downloaded.
-    """
+    """Return the weights in the file at ``location``, and the classes that they were trained for, None if unknown."""
     name, data = read_weights_file(location)
     weights: Any
     if name.endswith(SUFFIX):
@@ -248,9 +244,7 @@ def find_heads(model: nn.Module, num_classes: int) -> list[str]:
     Networks of timm say which they are: usually one layer, two if they were distilled. In others it is the last fully
     connected layer or convolution with ``num_classes`` outputs, in the order in which the layers were made.
 
-    Example::
-
-        find_heads(torchvision.models.resnet18(), 1000)  # ["fc"]
+    Example: ``find_heads(torchvision.models.resnet18(), 1000) == ["fc"]``
     """
     if callable(get_classifier := getattr(model, "get_classifier", None)):
         classifier: Any = get_classifier()
@@ -312,9 +306,7 @@ def freeze(model: nn.Module, names: Sequence[str], num_classes: int) -> None:
     Their parameters get no gradient. Their batch norm normalises with its running statistics, which don't change, also
     after ``model.train()``. Raises UsageError if there is no such layer, or if nothing is left to train.
 
-    Example::
-
-        freeze(model, ["conv1", "layer1"], num_classes=10)
+    Example: ``freeze(model, ["conv1", "layer1"], num_classes=10)``
     """
     layers = dict(model.named_modules())
     if ALL in names:
