@@ -178,7 +178,7 @@ def _print_error(error: Exception, as_json: bool) -> int:
     The traceback of an error that raytrain did not raise on purpose is written into a temporary file, which the
     sentence names.
     """
-    # Three errors of Python get a sentence that says what to do.
+    # Four errors of Python get a sentence that says what to do.
     if isinstance(error, MemoryError):
         reason = str(error).partition(" for an array")[0] or "it is full"  # without numpy's shape and type
         error = UsageError(
@@ -191,6 +191,9 @@ def _print_error(error: Exception, as_json: bool) -> int:
             f"{error.filename2 or error.filename or 'the output'}, or that of "
             f"the temporary folder {os.environ.get('TMPDIR', '/tmp')}, is full; make room."
         )
+    if isinstance(error, ImportError) and not (error.name or "").startswith("raytrain"):
+        library = (error.name or "A library").partition(".")[0]
+        error = UsageError(f"{library} cannot be imported ({error}); install it again, into {sys.prefix}.")
     if isinstance(error, FileNotFoundError):
         # Perhaps all relative paths have lost their meaning, because the current folder has been removed.
         try:

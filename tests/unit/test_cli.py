@@ -387,6 +387,17 @@ def test_too_little_memory_is_one_sentence(
     assert capsys.readouterr().err.startswith(f"raytrain: This machine has too little memory ({reason}); give smaller")
 
 
+def test_a_library_that_is_broken_is_one_sentence(
+    stand_in: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    stand_in(train=failing(ImportError("libtorch_cpu.so: cannot open shared object file", name="torch._C")))
+    assert main(["train", "cifar10"]) == 2
+    assert capsys.readouterr().err == (
+        "raytrain: torch cannot be imported (libtorch_cpu.so: cannot open shared object file); install it again, into "
+        f"{sys.prefix}.\n"
+    )
+
+
 def test_a_long_path_in_a_pipe_stays_in_one_line(
     stand_in: Callable[..., None], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
