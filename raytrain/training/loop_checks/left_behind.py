@@ -36,8 +36,11 @@ def states_of_variables(loop: Callable[..., Any]) -> dict[str, object]:
     while isinstance(loop, partial):
         of_partial |= loop.keywords
         loop = loop.func
-    attributes = getattr(getattr(loop, "__self__", None), "__dict__", {})
-    of_object = {f"self.{name}": value for name, value in attributes.items()}
+    owner = getattr(loop, "__self__", None)
+    of_object = {f"self.{name}": value for name, value in getattr(owner, "__dict__", {}).items()}
+    if isinstance(owner, nn.Module):  # its weights are looked at together, not torch's lists of layers and hooks
+        of_object = {name: value for name, value in of_object.items() if name[5:] not in nn.Module().__dict__}
+        of_object["self"] = owner
     of_module, of_closure = variables_of(loop)
     variables = {**of_module, **of_closure, **of_partial, **of_object}
     states: dict[str, object] = {}
