@@ -658,7 +658,7 @@ def test_one_class_is_refused_with_the_number_of_its_images(images: Path, tmp_pa
 def test_a_list_of_one_label_is_that_class(texts: tuple[str, str], images: Path, tmp_path: Path) -> None:
     rows = rows_of(images, label=lambda number: texts[number % 2])
     assert opened(images, write(tmp_path / "labels.csv", rows), tmp_path)[0].classes == ("a", "b")
-    rows["label"][0] = '{"choices": ["a", "b"]}'
+    rows["label"][0] = '{"animal": ["a", "b"]}'
     with pytest.raises(UsageError, match=r"1 of 90 rows of .* have a list of several labels"):
         opened(images, write(tmp_path / "labels.csv", rows), tmp_path)
 

@@ -321,6 +321,10 @@ def test_images_of_coco_have_the_categories_of_their_annotations(tmp_path: Path)
         read(tmp_path, "coco.json", several)
 
 
+def test_ids_are_the_labels_of_coco_if_no_category_has_a_name(tmp_path: Path) -> None:
+    assert read(tmp_path, "coco.json", coco(categories=[{"id": 1}, {"id": 2}])) == {"a.jpg": "2", "b.jpg": ""}
+
+
 def datumaro(*numbers: int) -> str:
     labels = [{"name": "cat", "parent": "", "attributes": []}, {"name": "dog", "parent": "", "attributes": []}]
     annotations = [{"id": 0, "type": "label", "group": 0, "label_id": number} for number in numbers]
@@ -378,6 +382,17 @@ def test_a_project_of_vgg_image_annotator_is_read_as_its_export_is(tmp_path: Pat
         assert read(tmp_path, "a.json", json.dumps(document), label=("file_attributes.kind",)) == CAT_AND_DOG
 
 
+def test_several_attributes_in_a_cell_are_columns_called_by_their_paths(tmp_path: Path) -> None:
+    cells = {key: {"kind": name, "sharp": {"yes": 1}} for key, name in CAT_AND_DOG.items()}
+    texts = [(key, json.dumps(cell).replace('"', '""')) for key, cell in {**cells, "no.jpg": {}}.items()]
+    rows = "".join(f'{key},9,"{text}"\n' for key, text in texts)
+    content = f"filename,file_size,file_attributes\n{rows}"
+    expected = {**CAT_AND_DOG, "no.jpg": ""}
+    assert read(tmp_path, "via.csv", content, label=("file_attributes.kind",)) == expected
+    with pytest.raises(UsageError, match=r"columns file_attributes\.kind, file_attributes\.sharp\.yes, filename"):
+        read(tmp_path, "via.csv", content, label=("file_attributes",))
+
+
 def test_lists_of_other_programs_have_suffixes_of_their_own(tmp_path: Path) -> None:
     records = "".join(f'{{"source-ref": "{key}", "kind": "{name}"}}\n' for key, name in CAT_AND_DOG.items())
     assert read(tmp_path, "output.manifest", records, key="source-ref", label=("kind",)) == CAT_AND_DOG
@@ -410,6 +425,9 @@ def test_records_of_one_image_are_its_classes_if_it_may_have_several(tmp_path: P
         (coco(images=[{"id": 7, "file_name": "a"}] * 2), "several of its images have one id"),
         (coco(annotations=[{"image_id": 1, "category_id": 2}]), "the image 1 and the category 2 has an id not in"),
         (coco(categories=[{"id": 1, "name": "cat"}]), "cannot be read as a table"),
+        (coco(categories=[{"id": 1, "name": "cat"}, {"id": 2}]), "1 of its 2 categories have no name, .* the id 2"),
+        (coco(categories=["cat", "dog"]), "its objects and lists are nested in a form that is not known"),
+        (coco(annotations=[None]), "its objects and lists are nested in a form that is not known"),
         ('{"a.jpg": "cat", "a.jpg": "dog"}', "the name 'a.jpg' is there twice"),
         ('{"path": ["a", "b"], "label": ["x"]}', "its columns have 1 to 2 values"),
         ('{"a": [{"path": 1}], "b": [{"path": 2}]}', "it holds several tables, a, b"),

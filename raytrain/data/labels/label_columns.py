@@ -9,13 +9,10 @@ Several classes of one image are one text, sorted and joined by ``JOINED``, unti
 
 from __future__ import annotations
 
-import ast
-import json
 import logging
 import re
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import compress
 from typing import Any
@@ -27,6 +24,7 @@ import pyarrow.compute
 
 from raytrain.data.labels.class_names import BOOLEANS, composed
 from raytrain.data.labels.label_formats import KEY_COLUMNS, LABEL_COLUMNS
+from raytrain.data.labels.label_json import parsed_text
 from raytrain.data.labels.part_names import is_part, parts_among
 from raytrain.errors import UsageError, did_you_mean
 
@@ -281,13 +279,7 @@ def _items(label: str, separator: str | None) -> list[str]:
     """
     if JOINED in label:
         return label.removesuffix(JOINED).split(JOINED)
-    value: Any = None
-    if label[:1] + label[-1:] in ("[]", "{}"):
-        with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
-            try:
-                value = json.loads(label, parse_int=str, parse_float=str)
-            except ValueError:
-                value = ast.literal_eval(label)
+    value = parsed_text(label)
     if isinstance(value, (dict, list)):
         values = value.values() if isinstance(value, dict) else [value]
         items = [item for value in values for item in (value if isinstance(value, list) else [value])]

@@ -1,8 +1,8 @@
 """Tables in label files (CSV, lists in lines, JSON, Parquet), with each value as the text that stands in the file.
 
 People write labels in many forms, and none of them says which one it is. :func:`read_table` takes the suffix for a
-hint only. ``label_csv.py`` says how lines become a table, ``label_json.py`` how JSON does. A struct of Parquet is a
-column for each of its fields, called by its path, such as ground_truth.label.
+hint only. ``label_csv.py`` says how lines become a table, ``label_json.py`` how JSON does. A struct of Parquet, or an
+object in a cell of lines, is a column for each of its fields, called by its path, such as ground_truth.label.
 
 Values stay texts throughout: 007 is not 7, and 3.0 is not 3.
 """
@@ -15,7 +15,7 @@ from collections.abc import Set
 import pyarrow as pa
 
 from raytrain.data.labels.label_csv import read_lines
-from raytrain.data.labels.label_json import read_json
+from raytrain.data.labels.label_json import read_json, with_columns_of_objects
 from raytrain.data.labels.listing import LFS_POINTER
 from raytrain.data.parquet_size import read_columns
 from raytrain.errors import UsageError
@@ -79,11 +79,14 @@ def read_table(url: str, key_names: Set[str], label_names: Set[str], option: str
             return table
         if suffix.startswith(".json"):
             return read_json(text, suffix, key_names, label_names)
-        return read_lines(text, suffix, key_names)
-    except (ValueError, KeyError, TypeError, OSError, RecursionError) as error:
-        missing = f"there is no {error}" if isinstance(error, KeyError) else str(error)
-        reason = missing.partition("\n")[0].rstrip(".")
-        raise UsageError(f"The label file {url} cannot be read as a table ({reason}); correct the file.") from None
+        return with_columns_of_objects(read_lines(text, suffix, key_names), label_names)
+    except KeyError as error:
+        reason = f"there is no {error}"
+    except (TypeError, AttributeError):  # a text where an object should be, say: Python's words would not help
+        reason = "its objects and lists are nested in a form that is not known"
+    except (ValueError, OSError, RecursionError) as error:
+        reason = str(error).partition("\n")[0].rstrip(".")
+    raise UsageError(f"The label file {url} cannot be read as a table ({reason}); correct the file.")
 
 
 def _decode_text(url: str, content: bytes) -> str:

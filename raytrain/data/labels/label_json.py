@@ -7,9 +7,11 @@ ground_truth.label.
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections.abc import Iterator, Sequence, Set
+from contextlib import suppress
 from typing import Any
 
 import pyarrow as pa
@@ -158,12 +160,16 @@ def _keyed_records(document: _Record, key_names: Set[str]) -> list[_Record]:
 def _coco_records(images: list[_Record], annotations: list[_Record], **rest: Any) -> list[_Record]:
     """Return the images of a COCO document as rows, each with the list of its categories as label.
 
-    Without names of categories, their ids are the labels. Raises ValueError if ids or names are not unique, or an
-    annotation has an id of no image or category.
+    If no category has a name, their ids are the labels. Raises ValueError if only some have one, ids or names are not
+    unique, or an annotation has an id of no image or category.
     """
-    names = {category["id"]: category["name"] for category in rest.get("categories", ())}
+    categories = [category for category in rest.get("categories", ()) if category.get("name")]
+    if categories and (unnamed := [each["id"] for each in rest["categories"] if not each.get("name")]):
+        counted = f"{len(unnamed):,} of its {len(rest['categories']):,} categories"
+        raise ValueError(f"{counted} have no name, such as the one with the id {unnamed[0]}")
+    names = {category["id"]: category["name"] for category in categories}
     labels = {image["id"]: list[str]() for image in images}
-    if len(labels) < len(images) or len(set(names.values())) < len(rest.get("categories", ())):
+    if len(labels) < len(images) or len(set(names.values())) < len(categories):
         raise ValueError("several of its images have one id, or several of its categories one id or name")
     for annotation in annotations:
         image, category = annotation["image_id"], annotation["category_id"]
@@ -273,6 +279,43 @@ def _flat(record: _Record, above: str = "") -> _Record:
         else:
             flat[above + name] = value
     return flat
+
+
+def parsed_text(text: str) -> Any:
+    """Return the list or object that JSON or Python has written as ``text``, its numbers as texts; None without one.
+
+    >>> parsed_text("['cat', 2]"), parsed_text('{"animal": "cat"}'), parsed_text("cat")
+    (['cat', '2'], {'animal': 'cat'}, None)
+    """
+    if text[:1] + text[-1:] not in ("[]", "{}"):
+        return None
+    with suppress(ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        try:
+            return json.loads(text, parse_int=str, parse_float=str)
+        except ValueError:
+            return json.loads(json.dumps(ast.literal_eval(text)), parse_int=str, parse_float=str)
+    return None
+
+
+def with_columns_of_objects(table: pa.Table, names: Set[str]) -> pa.Table:
+    """Return a table of texts in which the values of objects are columns of their own, such as file_attributes.kind.
+
+    A column is replaced if all its texts are objects, with several names in them, and it is among ``names``, in lower
+    case, or a path among them begins with it. An object of one value is read as a label is, as that value.
+    """
+    for name, column in zip(table.column_names, table.columns, strict=True):
+        texts = [(text or "").strip() for text in column.to_pylist()]
+        is_read = any(f"{path}.".startswith(f"{name.lower()}.") for path in names)
+        if not is_read or not all(text[:1] in ("", "{") for text in texts):
+            continue
+        objects = [parsed_text(text) if text else {} for text in texts]
+        rows = [_flat(row, f"{name}.") for row in objects if isinstance(row, dict)]
+        paths = dict.fromkeys(path for row in rows for path in row)
+        if len(rows) == len(texts) and len(paths) > 1:
+            table = table.drop_columns([name])
+            for path in paths:
+                table = table.append_column(path, _column([row.get(path) for row in rows]))
+    return table
 
 
 def _column(values: Sequence[Any]) -> pa.Array:
