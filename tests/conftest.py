@@ -41,6 +41,8 @@ sys.dont_write_bytecode = False
 
 _NEW_AGENT, _NEW_DECODER = AgentProcess.__init__, NewProcess.__init__
 
+_SLOW_TIMEOUT_S = 900  # of one test; pyproject.toml has that of the others
+
 _cluster = ExitStack()  # ends the cluster of this process
 
 _collecting = ExitStack()
@@ -182,11 +184,16 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the tests on the session's Ray cluster first: one process has them all, while the others have work."""
+    """Run the tests on the session's Ray cluster first: one process has them all, while the others have work.
+
+    Mark those that are quick, and give slow ones more time.
+    """
     items.sort(key=_needs_ray, reverse=True)
     for item in items:
         if is_quick(item):
             item.add_marker(pytest.mark.quick)
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(_SLOW_TIMEOUT_S))
 
 
 def pytest_collection_finish() -> None:

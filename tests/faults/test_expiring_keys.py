@@ -22,7 +22,7 @@ from tests.helpers.small_object_store import options as large_images
 from tests.helpers.small_runs import assert_same_weights, loop_with, put_images
 from tests.helpers.waiting import wait_for
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.slow
 
 STEPS = 90
 WAIT_S = 120.0

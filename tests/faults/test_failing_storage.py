@@ -32,7 +32,7 @@ from tests.helpers.faulty_s3 import FAULTS, faulty_s3
 from tests.helpers.small_runs import NUM_IMAGES, assert_same_weights, config, loop_with, put_images
 from tests.helpers.waiting import wait_for
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 NUM_READING_TASKS = 2
 """Data tasks that run at the same time, with two workers on two CPUs."""

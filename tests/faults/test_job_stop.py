@@ -17,7 +17,7 @@ from raytrain.runs.records import read_run
 from tests.helpers.ray_head import RAY, Head, started_head
 from tests.helpers.waiting import DEADLINE_S, wait_for
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.slow
 
 PATIENT = {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "240"}}
 """Ray kills a job 3 s after it asked it to stop, which is little on a busy machine."""

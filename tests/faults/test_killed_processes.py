@@ -29,7 +29,7 @@ from tests.helpers.faulty_runs import command, read_steps, summary_of
 from tests.helpers.small_runs import assert_same_weights, config, loop_with
 from tests.helpers.waiting import DEADLINE_S, wait_for
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 LAUNCH = {"ray": ("--address", "local"), "local": ("--backend", "local")}
 

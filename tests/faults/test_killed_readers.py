@@ -16,7 +16,7 @@ from raytrain.demo.s3_server import S3Server
 from tests.helpers.faulty_s3 import faulty_s3
 from tests.helpers.small_runs import assert_same_weights, config, make_images
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
 
 OPTIONS = {"batch_size": 200, "epochs": 2}
 FEEDER = "ray::StreamFeeder"

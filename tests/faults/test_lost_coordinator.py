@@ -26,7 +26,7 @@ from tests.helpers.faulty_runs import command, read_steps
 from tests.helpers.small_runs import assert_same_weights, config, put_images
 from tests.helpers.waiting import DEADLINE_S
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
 
 KILL_THE_COORDINATOR = """
 import os

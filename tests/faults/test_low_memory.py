@@ -20,7 +20,7 @@ from raytrain import TrainResult
 from tests.helpers.small_object_store import options
 from tests.helpers.small_runs import assert_same_weights, config, loop_with
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.slow
 
 DECODED_BYTES = 90 * 640 * 640 * 3
 

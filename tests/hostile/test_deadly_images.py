@@ -142,7 +142,6 @@ DEADLY = ["green/0417.jpg", "green/0834.jpg", "red/0003.jpg"]
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("launch", ["local", "ray"])
 def test_training_evaluation_and_prediction_go_on_without_images_that_kill_their_readers(
     launch: str, tmp_path: Path

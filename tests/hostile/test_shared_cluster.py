@@ -21,7 +21,7 @@ from raytrain.storage.open import open_store
 from tests.helpers.small_runs import config, put_images
 from tests.helpers.waiting import wait_for
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
 
 
 class Thief:

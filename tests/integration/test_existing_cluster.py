@@ -14,7 +14,7 @@ from raytrain.demo.demo import render_digits
 from tests.helpers.ray_head import RAY, Head, started_head
 from tests.helpers.waiting import DEADLINE_S
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

@@ -43,7 +43,6 @@ def hangs(trial: Trial) -> None:
     threading.Event().wait()
 
 
-@pytest.mark.timeout(600)
 def test_a_part_that_breaks_or_hangs_costs_only_itself(tmp_path: Path) -> None:
     functions = (hangs, is_killed, raises, does_not_hold, holds)
     parts = [Part(each.__name__, f"{_HERE}:{each.__name__}", 15 if each is hangs else 90) for each in functions]
@@ -65,7 +64,6 @@ def test_a_part_that_breaks_or_hangs_costs_only_itself(tmp_path: Path) -> None:
     assert all(f"== {name}: " in page for name in outcomes) and "it needs a GPU" in page
 
 
-@pytest.mark.timeout(900)
 def test_the_command_runs_on_a_machine_without_a_gpu_and_without_ray(tmp_path: Path) -> None:
     (tmp_path / "ray.py").write_text("raise ImportError('there is no Ray here')")
     chosen = ["bit for bit", "what the host waits for", "commands"]

@@ -46,7 +46,6 @@ def test_training_without_ray_with_its_page_and_prometheus(options: list[str], t
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_training_on_ray_and_serving_what_was_trained(options: list[str], tmp_path: Path) -> None:
     check("train", listeners_of([*RAYTRAIN, "train", "--name", "run", *options], tmp_path))
     serve = ["serve", "run", "--storage", str(tmp_path / "runs"), "--trust"]
@@ -54,7 +53,6 @@ def test_training_on_ray_and_serving_what_was_trained(options: list[str], tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_the_demo_and_a_sweep(options: list[str], tmp_path: Path) -> None:
     check("demo", listeners_of([*RAYTRAIN, "demo", "--storage", str(tmp_path / "runs")], tmp_path))
     sweep = ["sweep", "--name", "rates", *options[:-1], "1", "--vary", "learning-rate=0.01,0.1"]

@@ -38,7 +38,6 @@ def test_a_notebook_leaves_ray_to_raytrain(path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_the_digits_notebook_learns_the_digits(tmp_path: Path) -> None:
     notebook = run("01-digits", tmp_path)
     accuracy, evaluation, classified = (
@@ -51,7 +50,6 @@ def test_the_digits_notebook_learns_the_digits(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_the_notebook_trains_a_custom_loop_in_the_background(tmp_path: Path) -> None:
     notebook = run("02-your-own-loop", tmp_path)
     # The last picture shows a run that has ended.
@@ -65,7 +63,6 @@ def test_the_notebook_trains_a_custom_loop_in_the_background(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_the_cloud_notebook_stops_a_run_and_resumes_it_from_a_bucket(
     ray_cluster: None, cifar10_folder: Path, s3_url: str, tmp_path: Path
 ) -> None:
@@ -97,7 +94,6 @@ def test_the_cloud_notebook_stops_a_run_and_resumes_it_from_a_bucket(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_the_transfer_notebook_improves_the_accuracy(tmp_path: Path) -> None:
     extract_cifar10(tmp_path / "cifar10", num_train=150, num_validation=20)
     notebook = run("04-transfer-learning", tmp_path, num_before=150, num_after=20, epochs_before=8, epochs_after=6)

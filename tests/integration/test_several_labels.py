@@ -41,7 +41,6 @@ def write_labels(file: Path, colours: dict[str, list[str]]) -> str:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_cluster")
-@pytest.mark.timeout(900)
 def test_a_network_of_timm_learns_which_colours_are_bright(tmp_path: Path) -> None:
     train, new = (write_images(tmp_path / name, seed, 80) for seed, name in enumerate(("train", "new")))
     config = TrainConfig(

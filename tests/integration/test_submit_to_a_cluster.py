@@ -39,7 +39,6 @@ def loop(run):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(800)
 def test_a_loop_of_ones_own_is_sent_by_submit_and_by_ray_and_rays_stop_keeps_a_checkpoint(
     images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

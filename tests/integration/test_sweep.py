@@ -22,7 +22,7 @@ from tests.helpers.free_cluster import wait_until_free
 from tests.helpers.small_runs import config, loop_with
 from tests.helpers.waiting import wait_for
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(params=["local", "ray"])

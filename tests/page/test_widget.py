@@ -141,7 +141,6 @@ def test_each_dot_of_a_picture_has_the_width_of_a_letter() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_a_run_is_watched_and_stopped_in_jupyterlab(visit: Callable[..., Page], tmp_path: Path) -> None:
     stored_notebook(tmp_path, epochs=100_000)
     with jupyterlab(tmp_path) as url:
