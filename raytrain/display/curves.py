@@ -30,6 +30,7 @@ BLUE, ORANGE = "#1f6fb4", "#e8710a"
 _DPI = 120
 _MAX_EPOCH_LABELS = 20
 _MAX_DOTS = 60  # of a line with more points, the points are not marked
+_MAX_POINTS = 500  # of a line with more than twice as many, the means of neighbours are drawn
 _COLORS = (BLUE, ORANGE)  # of training and evaluations
 _DASHES = ("-", "--", ":")  # of the first ten runs, the next ten, and others
 _COMPARED: tuple[tuple[str, Kind, str], ...] = (
@@ -171,7 +172,8 @@ def _check_history(records: Sequence[RunRecord]) -> None:
 def _draw(figure: Figure, plots: Sequence[Plot]) -> list[Axes]:
     """Draw plots below each other, over the same steps, and return the axes of each.
 
-    Points are marked by dots if a line has at most 60.
+    Points are marked by dots if a line has at most 60. Of a line with more than 1,000 points, which would hide all
+    others behind a band, the means of 500 groups of neighbours are drawn, and pale the range of each group.
     """
     from matplotlib.ticker import StrMethodFormatter
 
@@ -191,6 +193,13 @@ def _draw(figure: Figure, plots: Sequence[Plot]) -> list[Axes]:
                 style: dict[str, Any] = {"label": f"{series.label} {series.last_value()}", "color": _COLORS[number]}
             else:
                 style = {"label": series.label, "color": f"C{number % 10}", "linestyle": _DASHES[number // 10 % 3]}
+            if len(steps) > 2 * _MAX_POINTS:
+                starts = np.linspace(0, len(steps), _MAX_POINTS, endpoint=False, dtype=np.int64)
+                low, high = (extreme.reduceat(values, starts) for extreme in (np.minimum, np.maximum))
+                sizes = np.diff(starts, append=len(steps))
+                means = (np.add.reduceat(column / np.repeat(sizes, sizes), starts) for column in (steps, values))
+                steps, values = means
+                panel.fill_between(steps, low, high, color=style["color"], alpha=0.2, linewidth=0, zorder=1)
             marker = "o" if len(steps) <= _MAX_DOTS else None
             # A point at the end of an axis, as of the last step, is drawn whole.
             style |= {"linewidth": 1.4, "marker": marker, "markersize": 3.5, "zorder": 2 + number}

@@ -127,6 +127,21 @@ def test_several_runs_are_drawn_in_the_same_axes_with_their_names() -> None:
     assert len({line.get_color() for line in losses.get_lines()}) == 2
 
 
+def test_a_long_noisy_run_is_a_line_of_means_before_a_pale_band_and_hides_no_other() -> None:
+    losses = [1.0 + (-1) ** step for step in range(1, 10_001)]
+    losses[5_000] = 50.0
+    rows = [
+        MetricRow(kind="step", step=step, epoch=1, metrics={"loss": loss}) for step, loss in enumerate(losses, start=1)
+    ]
+    panel = curve_figure(finished("long", rows)).axes[0]
+    [(_, steps, values)] = drawn(panel)
+    assert len(steps) == 500 and values[0] == pytest.approx(1.0) and max(values) < 5
+    [band] = panel.collections
+    assert band.get_alpha() == 0.2 and band.get_datalim(panel.transData).ymax == 50.0  # no extreme value is lost
+    colours = [line.get_color() for line in comparison_figure([finished(name, rows) for name in "ab"]).axes[0].lines]
+    assert len(set(colours)) == 2
+
+
 def test_the_confusion_matrix_of_few_classes_shows_counts_and_accuracies() -> None:
     found = evaluation(5)
     axes = confusion_figure(found).axes[0]
