@@ -517,14 +517,18 @@ def test_a_step_whose_loss_is_no_number_has_no_value_under_the_cursor(visit: Vis
         expect(values).to_have_text("step 6train–validation0.75")  # the last evaluation before that step
 
 
-def test_all_charts_of_a_run_have_the_same_steps(visit: Visit, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("names", "num_charts"), [(["run"], 3), (["run", "other"], 2)])
+def test_all_charts_of_a_page_have_the_same_steps(
+    visit: Visit, tmp_path: Path, names: list[str], num_charts: int
+) -> None:
     steps = [step_row(step, loss=1 / step) for step in range(1, 41)]
-    store_run(tmp_path, "run", [*steps, *(evaluation_row(step, accuracy=0.5) for step in (39, 40))])
-    with page_of(tmp_path, "run") as server:
+    for name in names:
+        store_run(tmp_path, name, [*steps, *(evaluation_row(step, accuracy=0.5) for step in (39, 40))])
+    with page_of(tmp_path, *names) as server:
         page = visit("about:blank")
         page.add_init_script(WRITTEN)
         page.goto(server.url)
-        page.wait_for_function("window.written.filter((text) => text === '10').length >= 3")
+        page.wait_for_function(f"window.written.filter((text) => text === '10').length >= {num_charts}", timeout=60_000)
         assert "39" not in page.evaluate("window.written"), "the axis of the accuracy begins with the first step, too"
 
 

@@ -70,8 +70,10 @@ export class Comparison {
     const metrics = new Map([...this.runs.values()].filter(({ metric }) => metric).map(({ metric }) => [metric.name, metric]));
     this.compareBy(metrics.size === 1 ? [...metrics.values()][0] : ACCURACY);
     this.showHeading();
-    this.charts[0].show(this.series("step", "loss"), { range: this.range });
-    this.charts[1].show(this.series("evaluation", this.metric.name), { range: this.range });
+    const shown = [this.series("step", "loss"), this.series("evaluation", this.metric.name)];
+    const ends = shown.flat().flatMap(({ x }) => [x[0], x.at(-1)]); // of both charts, whose cursors move together
+    const whole = ends.length ? [Math.min(...ends), Math.max(...ends)] : null;
+    shown.forEach((series, number) => this.charts[number].show(series, { range: this.range, whole }));
     const options = this.differing();
     this.coordinates.show([...this.runs].map(([name, run]) => ({ name, values: Object.fromEntries(options.map((option) => [option, run.config?.[option]])), score: this.best(run.view) })), options, this.metric);
     this.drawTable(options);
