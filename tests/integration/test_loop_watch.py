@@ -191,6 +191,29 @@ def hooks_of_weights(hook: Callable[[Tensor], Tensor | None]) -> Loop:
 
 
 def of_some_rows(gradient: Tensor) -> Tensor:
+def decayed_by_hooks(run: Any) -> None:
+    model = run.prepare(mlp())
+    for weight in model.parameters():
+        weight.register_hook(lambda gradient, weight=weight: gradient.add(0.01 * weight.detach().sign()))
+    steps(run, model, run.prepare(SGD(model.parameters(), lr=0.1)), entropy)
+
+
+class Averaged:
+    """A hook of a weight, which adds what it keeps of the gradients before."""
+
+    kept = 0.0
+
+    def __call__(self, gradient: Tensor) -> Tensor:
+        self.kept = 0.9 * self.kept + gradient
+        return gradient + self.kept
+
+
+def kept_by_hook() -> nn.Module:
+    model: Any = mlp()
+    model[1].weight.register_hook(Averaged())
+    return model
+
+
     """Keeps the first two rows of a weight as they are, and prunes some of its numbers."""
     kept = gradient.clone()
     kept[:2] = 0
@@ -719,6 +742,7 @@ def per_image(z: Tensor, y: Tensor) -> Tensor:
     loss = (z * y).sum(1).mean() + (z.softmax(1) * z.log_softmax(1)).sum() / len(z) + F.mse_loss(z, y)
     return loss + torch.bmm(z[:, None], y[:, :, None]).mean() + torch.einsum("bi,bi->b", z, y).mean() + z.std(1).mean()
 
+    "a hook that keeps gradients": (by_steps(entropy, kept_by_hook), "register_post_accumulate_grad_hook"),
 
 def weighted(model: nn.Module, batch: Any) -> Tensor:
     """Losses with weights of their own, added in place, and a penalty on the gradients of images."""
@@ -994,6 +1018,8 @@ SILENT: dict[str, Loop] = {
     "weighted": by_steps(weighted, mlp),
     "metrics": with_metrics,
     "arguments by name alone": by_steps(by_name, mlp),
+    "hooks of weights that add": hooks_of_weights(lambda gradient: gradient + 0.01),
+    "weight decay by hooks": decayed_by_hooks,
     "a layer's number that is none": by_steps(entropy, NotANumber),
 }
 

@@ -145,7 +145,7 @@ class WatchedCalls(TorchFunctionMode):
         self.numbers.begin(batch.num_used, self._weights)
         for weight in weights:
             hooks: dict[int, Any] = weight._backward_hooks or {}  # pyright: ignore[reportAttributeAccessIssue]
-            hooks.update({key: self._watched_hook(hook) for key, hook in hooks.items()})
+            hooks.update({key: self._watched_hook(hook, of_weight=True) for key, hook in hooks.items()})
         if swaps:
             self._swapped.begin(batch, self._weights)
         else:
@@ -198,7 +198,7 @@ class WatchedCalls(TorchFunctionMode):
                 [leaf for leaf in tree_leaves((args[:1], kwargs.get("tensors"))) if isinstance(leaf, Tensor)]
             )
         if name == "register_hook" and len(args) == 2:
-            args = args[0], self._watched_hook(args[1])
+            args = args[0], self._watched_hook(args[1], of_weight=id(args[0]) in self._weights)
         if name == "__iter__" and args[0] in self._marks and args[0].ndim == 1:  # what it gives cannot be seen
             return iter(self.__torch_function__(Tensor.unbind, types, args))
 
@@ -263,9 +263,10 @@ class WatchedCalls(TorchFunctionMode):
                 self._follow_single_numbers(name, args, sources, result)
         return result
 
-    def _watched_hook(self, hook: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+    def _watched_hook(self, hook: Callable[[Tensor], Any], *, of_weight: bool) -> Callable[[Tensor], Any]:
         """Return a user's ``hook`` of a gradient, which is watched in those steps that are followed."""
-        return watched_hook(hook, lambda: self._report(HOOK), lambda: self._is_watching)
+        weights = self._weights if of_weight else None
+        return watched_hook(hook, lambda: self._report(HOOK), lambda: self._is_watching, weights)
 
     def _report_on(self, losses: list[Tensor]) -> None:
         """Report the marks of ``losses`` whose backward the loop calls."""
