@@ -10,6 +10,7 @@ A tensor that depends on the batch has a set of marks. All tensors that are comp
 - ``compares``: a gradient is used in a way that is not linear, or a number of several images in a function that bends.
   The loss has this mark, too, if it changes with swapped images in a way in which a mean over images does not
   (:mod:`raytrain.training.loop_checks.swapped_images`), as it does if images are compared with each other.
+- ``columns``: the tensor has means over the images, as of ``mean(0)``, perhaps as many as there are images.
 - ``sum``: the tensor is a sum over images that has not been divided by their number.
 - ``count``: the tensor is the sum of a mask that covers equally many numbers of each image. It may be a divisor.
 - ``selected``: a mask has selected rows, whose number differs between workers.
@@ -415,6 +416,8 @@ class WatchedCalls(TorchFunctionMode):
             marks.add("compares")
         # The largest of several images are chosen by a comparison, even if as many of them are in both groups.
         chooses = call.name in ("topk", "kthvalue") and call.sources[0].ndim == 1
+        if not all("columns" in self._marks[source] for source in call.sources):
+            marks.discard("columns")
         is_chosen = chooses and has_rows(call.sources[0], call.num_images)
         if is_chosen or (call.name in BENDS and any(map(self._swapped.mixes, call.sources))):
             marks.add("compares")
@@ -426,6 +429,9 @@ class WatchedCalls(TorchFunctionMode):
         if call.name in ("any", "all") or is_with_none:
             marks.add("guard")
 
+        is_mean_over_first = call.name in ("mean", "nanmean") and call.argument(1, "dim") in (0, (0,), [0])
+        if is_mean_over_first and has_rows(call.sources[0], call.num_images):
+            marks.add("columns")
     def _mark_selections(self, call: _Call, marks: set[str]) -> None:
         """Add ``selected`` to the ``marks`` if the number of the result's rows depends on the images."""
         # A number has no rows, such as one of labels.unique(), and rows that are put back where they were are complete.
@@ -458,7 +464,8 @@ class WatchedCalls(TorchFunctionMode):
         # covers equally many numbers of each image counts the images.
         first = call.sources[0]
         is_sum = call.name in ("sum", "nansum") or call.kwargs.get("reduction") == "sum"
-        if call.gives_one_number and is_sum and ("selected" in marks or has_rows(first, call.num_images)):
+        is_over_images = has_rows(first, call.num_images) and "columns" not in self._marks[first]
+        if call.gives_one_number and is_sum and ("selected" in marks or is_over_images):
             marks.add("count" if covers_alike(first) else "sum")
 
         # A mean over selected rows, such as a loss of torch, weights the workers wrongly.
