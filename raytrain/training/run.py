@@ -525,12 +525,8 @@ class Run:
             )
         self.steps.check_all("gathers", (tuple(local.shape[1:]), local.dtype))
         used = local[:0] if self._is_placeholder else local
-        if self.world_size == 1:
-            return used
         with self.steps.watch.paused():
-            gathered = gather_rows(used, self.steps.share)
-        self.steps.watch.follow_gathered(gathered)
-        return gathered
+            return used if self.world_size == 1 else gather_rows(used, self.steps.share)
 
     @property
     def _is_placeholder(self) -> bool:

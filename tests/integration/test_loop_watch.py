@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -190,7 +191,6 @@ def hooks_of_weights(hook: Callable[[Tensor], Tensor | None]) -> Loop:
     return loop
 
 
-def of_some_rows(gradient: Tensor) -> Tensor:
 def decayed_by_hooks(run: Any) -> None:
     model = run.prepare(mlp())
     for weight in model.parameters():
@@ -214,6 +214,7 @@ def kept_by_hook() -> nn.Module:
     return model
 
 
+def of_some_rows(gradient: Tensor) -> Tensor:
     """Keeps the first two rows of a weight as they are, and prunes some of its numbers."""
     kept = gradient.clone()
     kept[:2] = 0
@@ -244,6 +245,11 @@ def by_table(model: nn.Module, batch: Any) -> Tensor:
     """Noise that was drawn before the first batch, for each place in a batch."""
     noise = 0.3 * TABLE[batch.step % 4, : len(batch.images)]
     return F.cross_entropy(model(batch.images + noise), batch.labels)
+
+
+def weighted_by(weights_of: Callable[[int], Tensor]) -> Loop:
+    """A loop with ``weights_of`` a number of images, by their places."""
+    return by_steps(lambda m, b: (losses_of(m, b) * weights_of(len(b.labels))).mean(), mlp)
 
 
 def free_adversarial(run: Any) -> None:
@@ -728,11 +734,15 @@ NOTES: dict[str, tuple[Loop, str]] = {
     "the hardest images by topk": (by_steps(hardest_by_topk), "run.gather("),
     "a hook of a part of a gradient": (by_steps(hook_by_parts, mlp), "register_post_accumulate_grad_hook"),
     "noise by place": (by_steps(by_table, mlp), "by their places"),
+    "weights by place": (weighted_by(lambda count: torch.linspace(0, 1, 12)[:count]), "by their places"),
+    "a range of weights": (weighted_by(lambda count: torch.linspace(0, 1, count)), "by their places"),
+    "narrowed weights": (weighted_by(lambda count: 2 * WEIGHTS.repeat(3).narrow(0, 0, count)), "by their places"),
     "changes by place": (free_adversarial, "a tensor of a step before"),
     "a hook of a weight": (
         hooks_of_weights(lambda gradient: gradient.clamp(-0.005, 0.005)),
         "register_post_accumulate_grad_hook",
     ),
+    "a hook that keeps gradients": (by_steps(entropy, kept_by_hook), "register_post_accumulate_grad_hook"),
     "a late hook of a weight": (late_hook, "register_post_accumulate_grad_hook"),
 }
 
@@ -742,7 +752,6 @@ def per_image(z: Tensor, y: Tensor) -> Tensor:
     loss = (z * y).sum(1).mean() + (z.softmax(1) * z.log_softmax(1)).sum() / len(z) + F.mse_loss(z, y)
     return loss + torch.bmm(z[:, None], y[:, :, None]).mean() + torch.einsum("bi,bi->b", z, y).mean() + z.std(1).mean()
 
-    "a hook that keeps gradients": (by_steps(entropy, kept_by_hook), "register_post_accumulate_grad_hook"),
 
 def weighted(model: nn.Module, batch: Any) -> Tensor:
     """Losses with weights of their own, added in place, and a penalty on the gradients of images."""
@@ -913,6 +922,31 @@ def as_many_views(model: nn.Module, batch: Any) -> Tensor:
     return -chances.mean(0).clamp(min=1e-7).log()[torch.arange(len(batch.labels)), batch.labels].mean()
 
 
+def as_many_columns(model: nn.Module, batch: Any) -> Tensor:
+    """Numbers of six columns, as many as a worker has images; each number meets all images."""
+    scales, columns = torch.linspace(0, 1, 12, dtype=torch.float64)[:6], model(batch.images)[:, [0, 1, 2, 3, 0, 1]]
+    terms = (columns * scales).square().mean() + (columns.mean(0) * scales).sum() + (columns @ scales).square().mean()
+    return terms + torch.outer(losses_of(model, batch), scales).mean()
+
+
+def own_part(make: Callable[[int], Tensor], part: Callable[[Tensor, int], Tensor]) -> Loop:
+    """Weights of all images, which each worker has made, and of which it takes the ``part`` of its own ones."""
+
+    def loop(run: Any) -> None:
+        model = run.prepare(mlp())
+
+        def loss_of(model: nn.Module, batch: Any) -> Tensor:
+            return (losses_of(model, batch) * part(make(run.config.batch_size), run.rank)).mean()
+
+        steps(run, model, run.prepare(SGD(model.parameters(), lr=0.1)), loss_of)
+
+    return loop
+
+
+def drawn_weights(count: int) -> Tensor:
+    return torch.rand(count, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+
+
 def mixed_with_gathered(run: Any) -> None:
     """Images mixed with those of all workers, of which a mask takes this worker's own."""
     model = run.prepare(mlp())
@@ -949,6 +983,14 @@ def gathered_by_torch(run: Any, rows: Tensor) -> Tensor:
     return of_all
 
 
+def class_by_column(model: nn.Module, batch: Any) -> Tensor:
+    """The sum over six columns, as many as a worker has images, of means over the images."""
+    columns = model(batch.images)[:, [0, 1, 2, 3, 0, 1]]
+    return (
+        F.binary_cross_entropy_with_logits(columns, columns.detach().sigmoid().round(), reduction="none").mean(0).sum()
+    )
+
+
 def near_centres(model: nn.Module, batch: Any) -> Tensor:
     logits, centres = model(batch.images), torch.eye(4, dtype=torch.float64)
     distances = logits.square().sum(1, keepdim=True) + 1 - 2 * logits @ centres
@@ -976,21 +1018,20 @@ SILENT: dict[str, Loop] = {
     "a buffer of copied images": buffer_of_images(lambda buffer, images: buffer[: len(images)].copy_(images)),
     "a buffer of padded images": buffer_of_images(write_padded),
     "hooks that multiply": by_steps(hooks_that_multiply, mlp),
+    "hooks of weights that add": hooks_of_weights(lambda gradient: gradient + 0.01),
+    "weight decay by hooks": decayed_by_hooks,
     "hooks of weights that multiply": hooks_of_weights(of_some_rows),
+    "as many columns as images": by_steps(as_many_columns, mlp),
+    "a part of weights": own_part(
+        partial(torch.linspace, 0, 1), lambda weights, rank: weights[6 * rank : 6 * rank + 6]
+    ),
+    "a part of drawn weights": own_part(drawn_weights, lambda weights, rank: weights.split(6)[rank]),
     "experts": by_steps(entropy, lambda: Between(experts)),
     "class by class": by_steps(class_by_class, mlp),
     "a sum times a fraction": by_steps(
         lambda m, b: (1.0 / len(b.images)) * F.cross_entropy(m(b.images), b.labels, reduction="sum"), mlp
     ),
     "a mean over as many views as images": by_steps(as_many_views, mlp),
-def class_by_column(model: nn.Module, batch: Any) -> Tensor:
-    """The sum over six columns, as many as a worker has images, of means over the images."""
-    columns = model(batch.images)[:, [0, 1, 2, 3, 0, 1]]
-    return (
-        F.binary_cross_entropy_with_logits(columns, columns.detach().sigmoid().round(), reduction="none").mean(0).sum()
-    )
-
-
     "own rows of gathered ones": mixed_with_gathered,
     "a part of gathered rows": part_of_gathered(lambda run, rows: run.gather(rows)),
     "a part of rows that torch has gathered": part_of_gathered(gathered_by_torch),
@@ -1008,6 +1049,7 @@ def class_by_column(model: nn.Module, batch: Any) -> Tensor:
     "checkpointed": by_steps(entropy, lambda: Between(lambda z: checkpoint(torch.sin, z, use_reentrant=False))),
     "batch norm": by_steps(entropy),
     "written rows": by_steps(entropy, lambda: Between(lambda z: torch.zeros(*z.shape, dtype=z.dtype).copy_(z).add_(1))),
+    "a sum over as many columns": by_steps(class_by_column, mlp),
     "less its mean": by_features(lambda z, y: (z - z.mean(0)).sum(1).mean()),
     "run.mean beside another loss": of_mean(lambda mean: 0.5 * mean + 1),
     "adversarial images": by_steps(attacked, mlp),
@@ -1026,8 +1068,6 @@ def class_by_column(model: nn.Module, batch: Any) -> Tensor:
     "weighted": by_steps(weighted, mlp),
     "metrics": with_metrics,
     "arguments by name alone": by_steps(by_name, mlp),
-    "hooks of weights that add": hooks_of_weights(lambda gradient: gradient + 0.01),
-    "weight decay by hooks": decayed_by_hooks,
     "a layer's number that is none": by_steps(entropy, NotANumber),
 }
 
@@ -1049,7 +1089,6 @@ def reported(names: list[str], folder: str, in_one_epoch: tuple[str, ...] = ()) 
     """
     notes: dict[str, list[str]] = {}
     for name in names:
-    "a sum over as many columns": by_steps(class_by_column, mlp),
         recorder = Recorder()
         options = config(batch_size=12, flip="none", translate=0, epochs=1 if name in in_one_epoch else 2)
         run = make_run(options, images(48), f"{folder}/{name}", recorder)

@@ -51,7 +51,7 @@ def step(loss_of: Callable[[nn.Module, Batch], Tensor], *, swaps: bool | None) -
     if swaps is None:
         loss_of(model, images).backward()
     else:
-        calls = WatchedCalls(notes.append, 2 * NUM)
+        calls = WatchedCalls(notes.append, 2 * NUM, rank=0)
         calls.begin(images, [*model.parameters(), *model.buffers()], swaps=swaps)
         with calls:
             loss_of(model, images).backward()

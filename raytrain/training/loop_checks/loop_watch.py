@@ -59,7 +59,7 @@ class LoopWatch:
         self._notes: set[str] = set()  # that this worker has found
         self._draws = False  # True if this worker draws random numbers that others do not, or for all images the same
         self._has_news = False  # True if steps were watched since the notes were last compared
-        self._calls = WatchedCalls(self._notes.add, config.batch_size)
+        self._calls = WatchedCalls(self._notes.add, config.batch_size, worker.rank)
         self._num_steps_left = 0  # that are watched in this epoch
         self._num_epochs_left = _NUM_EPOCHS if worker.world_size > 1 else 0
         self._epoch: int | None = None
@@ -132,10 +132,6 @@ class LoopWatch:
         Each worker has another one: a loss may be linear in it, and not its square.
         """
         self._calls.follow_mean(numerator, mean)
-
-    def follow_gathered(self, rows: Tensor) -> None:
-        """Take ``rows`` for those of all workers' images, as ``run.gather`` returns: a worker may cut out its own."""
-        self._calls.follow_gathered(rows)
 
     def compare(self) -> None:
         """Report what any worker has found in the steps that were watched since the last call.

@@ -40,3 +40,24 @@ def covers_alike(mask: Tensor) -> bool:
     rows = mask.flatten(1)
     sums = rows.sum(1)
     return bool(torch.allclose(sums, sums[:1].expand_as(sums)) and (rows != rows[:1, :1]).any())
+
+
+def parts_of_rows(name: str, args: Any, result: Any) -> list[tuple[Tensor, int]]:
+    """Return what a call has cut out of a tensor's rows, each part with the number of the row at which it begins.
+
+    ``name`` and ``args`` are those of a function of torch's, such as a slice or ``tensor_split``. ``linspace`` makes a
+    part that begins at row 0, with a number for each.
+    """
+    if name == "linspace":
+        return [(result, 0)]
+    if name in ("split", "chunk", "tensor_split") and sum(map(len, result)) == len(args[0]):  # of the first dimension
+        lengths = [len(part) for part in result]
+        return [(part, sum(lengths[:number])) for number, part in enumerate(result)]
+    if name == "narrow" and args[1:2] == (0,):
+        return [(result, int(args[2]))]
+    if name == "__getitem__" and isinstance(args[0], Tensor) and result.ndim:
+        indices = args[1] if isinstance(args[1], tuple) else (args[1],)
+        dimension = next((number for number, index in enumerate(indices) if not isinstance(index, int)), 0)
+        if isinstance(index := indices[dimension], slice) and len(result) < args[0].shape[dimension]:
+            return [(result, index.indices(args[0].shape[dimension])[0])]
+    return []

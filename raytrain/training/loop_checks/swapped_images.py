@@ -227,6 +227,17 @@ class SwappedImages:
         """Return whether the number of rows of ``tensor`` is another one with swapped images, as after a selection."""
         return tensor in self._selections
 
+    def follows_rows(self, tensor: Tensor) -> bool:
+        """Return whether ``tensor`` has a row for each image, which goes with the image if images are swapped.
+
+        False if the swapped rows are alike, which shows nothing.
+        """
+        if tensor not in self._variants or not tensor.ndim or len(tensor) != self._orders.shape[1]:
+            return False
+        exchanged, own = self._variant(tensor, 0), tensor.detach()
+        own_rows = own[self._orders[0].to(own.device)]
+        return bool(_are_close(own_rows, exchanged).all()) and not bool(_are_close(own, exchanged).all())
+
     def mixes(self, tensor: Tensor) -> bool:
         """Return whether a number in ``tensor`` depends on images of both groups; False if it has no variants."""
         variants = self._variants.get(tensor)

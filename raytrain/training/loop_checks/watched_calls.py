@@ -48,7 +48,13 @@ from raytrain.training.batches.batch import Batch
 from raytrain.training.exact import gather
 from raytrain.training.loop_checks.hooks_of_gradients import watched_hook
 from raytrain.training.loop_checks.loop_numbers import LoopNumbers
-from raytrain.training.loop_checks.rows_of_images import covers_alike, has_rows, is_all_rows, is_part_of_rows
+from raytrain.training.loop_checks.rows_of_images import (
+    covers_alike,
+    has_rows,
+    is_all_rows,
+    is_part_of_rows,
+    parts_of_rows,
+)
 from raytrain.training.loop_checks.searching import searching
 from raytrain.training.loop_checks.swapped_images import SwappedImages, is_collective
 from raytrain.training.loop_checks.torch_functions import (
@@ -70,9 +76,7 @@ from raytrain.training.loop_checks.torch_functions import (
 from raytrain.training.loop_checks.watch_notes import HOOK, NOTES_ON_LOSSES
 
 _MAX_NUMBERS_PER_IMAGE = 16  # in a vector of random numbers, which otherwise may be for weights
-# These stand for a seed: rows were cut from a tensor of the loop's by the number of this worker's images, or they are
-# those of all workers, of which a worker may take its own.
-_CUT, _GATHERED = -1, -2
+_BY_PLACE = -1  # stands for a seed: a row of a tensor of the loop's for each place among this worker's images
 _GRAD = cast(Any, Tensor).grad.__get__  # what reads a tensor's gradient
 
 
@@ -99,22 +103,23 @@ class _Call(NamedTuple):
 class WatchedCalls(TorchFunctionMode):
     """Follows the tensors that are computed from the batch through the calls of torch that a loop makes in its context.
 
-    ``report`` gets the note on a sign as soon as it is found, ``batch_size`` is that of the global batch.
+    ``report`` gets the note on a sign as soon as it is found, ``batch_size`` is that of the global batch, and ``rank``
+    that of this worker.
 
     Example::
 
-        calls = WatchedCalls(print, batch_size=64)
+        calls = WatchedCalls(print, batch_size=64, rank=0)
         calls.begin(batch, weights, swaps=True)
         with calls:
             ...  # the loop's step
     """
 
-    def __init__(self, report: Callable[[str], None], batch_size: int) -> None:
+    def __init__(self, report: Callable[[str], None], batch_size: int, rank: int) -> None:
         super().__init__()
         self.is_paused = False
         self._is_watching = False  # True within a step that is followed
         self._report = report
-        self._batch_size = batch_size  # of the global batch
+        self._batch_size, self._rank = batch_size, rank  # of the global batch, of this worker
         self._num_images = 0  # of this worker
         self.seeds: set[int] = set()  # of generators that have drawn as many numbers as there are images, or a multiple
         self._marks: Any = WeakIdKeyDictionary()  # of tensors that depend on the batch: a set of words
@@ -167,10 +172,6 @@ class WatchedCalls(TorchFunctionMode):
         self.numbers.follow_computed(numerator, mean)
         self._swapped.scale(numerator, mean)
 
-    def follow_gathered(self, rows: Tensor) -> None:
-        """Follow the ``rows`` of all workers, which the run, while this is paused, or the loop has gathered."""
-        self._drawn[rows] = {_GATHERED}
-
     def call_compiled(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Return what the compiled ``function`` of a network returns for the arguments.
 
@@ -221,14 +222,15 @@ class WatchedCalls(TorchFunctionMode):
         if is_collective(func):  # its result is the same on all workers
             for source in sources:
                 del self._marks[source]
-            for leaf in leaves:
-                if isinstance(leaf, Tensor):
-                    self.follow_gathered(leaf)
             return result
         result_or_written = args[0] if name == "__setitem__" else result
-        if name == "__getitem__" and not sources and self._is_cut(args, result):
-            self._drawn[result] = {_CUT}
-        self._follow_drawn(name, kwargs.get("generator"), sources, leaves, result_or_written)
+        parts: list[tuple[Tensor, int]] = []
+        with searching(f"which rows {name} cuts out"):
+            parts = parts_of_rows(name, args, result) if self._num_images > 1 and not sources else []
+            for part, first_row in parts:
+                if self._is_by_place(args[0], part, first_row):
+                    self._drawn[part] = {_BY_PLACE}
+        self._follow_drawn(name, kwargs.get("generator"), sources, leaves, result_or_written, parts)
         if name == "__bool__" and sources and self._is_decision(sources[0]):
             self.numbers.note_decision(result, sys._getframe(1))
         if name == "__setitem__" and is_part_of_rows(args[0], args[1], self._num_images):
@@ -289,18 +291,27 @@ class WatchedCalls(TorchFunctionMode):
             if mark in NOTES_ON_LOSSES:
                 self._report(NOTES_ON_LOSSES[mark])
 
-    def _follow_drawn(self, name: str, generator: Any, sources: list[Tensor], leaves: list[Any], result: Any) -> None:
+    def _follow_drawn(
+        self,
+        name: str,
+        generator: Any,
+        sources: list[Tensor],
+        leaves: list[Any],
+        result: Any,
+        parts: list[tuple[Tensor, int]],
+    ) -> None:
         """Note the seed of a ``generator`` of the loop's that draws a number, or several, for each image.
 
         Noise with the shape of a weight may be for that weight, and a long vector for all weights: it counts once it
         meets images, or what is computed from them, in a call of ``name``. Noise that was added to a weight meets
         images in layers, and a penalty on the weights meets the loss: neither counts. ``sources`` are those of the
-        ``leaves``, of all arguments, that depend on the batch.
+        ``leaves``, of all arguments, that depend on the batch, ``parts`` those of the result that are cut out of one.
         """
         is_drawn = isinstance(result, Tensor) and self._num_images > 1 and has_rows(result, self._num_images)
         if is_drawn and generator is not None:
             is_long = result.ndim == 1 and len(result) > _MAX_NUMBERS_PER_IMAGE * self._num_images
-            if not is_long and result.shape not in self._shapes_of_weights:
+            is_for_all = len(result) > self._num_images  # perhaps, so that each worker cuts out its own part
+            if not (is_long or is_for_all) and result.shape not in self._shapes_of_weights:
                 self.seeds.add(generator.initial_seed())
             elif id(result) not in self._weights:
                 self._drawn[result] = {generator.initial_seed()}
@@ -309,13 +320,38 @@ class WatchedCalls(TorchFunctionMode):
         drawn = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf in self._drawn]
         seeds = set[int]().union(*(self._drawn[tensor] for tensor in drawn))
         if sources and name not in TAKE_WEIGHTS and any(tensor.ndim for tensor in (*drawn, *sources)):
-            self.seeds |= seeds - {_CUT, _GATHERED}
-            if _CUT in seeds and name not in JOINS:
+            self.seeds |= seeds - {_BY_PLACE}
+            if _BY_PLACE in seeds and name not in JOINS and self._meets_rows(drawn, sources, result):
                 self._report(NOTES_ON_LOSSES["placed"])
         elif seeds and not sources:
+            own = {id(part) for part, first_row in parts if self._may_be_own_part(part, first_row)}
             for leaf in [result] if isinstance(result, Tensor) else tree_leaves(result):
-                if isinstance(leaf, Tensor) and id(leaf) not in self._weights:
+                if isinstance(leaf, Tensor) and id(leaf) not in self._weights | own:
                     self._drawn[leaf] = seeds
+
+    def _meets_rows(self, drawn: list[Tensor], sources: list[Tensor], result: Any) -> bool:
+        """Return whether a call takes a row of one of ``drawn`` and a row of ``sources`` with an image together.
+
+        An outer product, whose ``result`` has more dimensions, takes each row with each image. An index is no number.
+        """
+        if not isinstance(result, Tensor) or not result.is_floating_point():
+            return False
+        shapes = {(tensor.ndim, tensor.shape[:1]) for tensor in drawn if 0 < tensor.ndim >= result.ndim}
+        return any((rows.ndim, rows.shape[:1]) in shapes and self._swapped.follows_rows(rows) for rows in sources)
+
+    def _is_by_place(self, whole: Any, part: Tensor, first_row: int) -> bool:
+        """Return whether a call has cut ``part`` from ``whole``, with numbers for the places of this worker's images.
+
+        Such is ``noise[:len(images)]``, which begins at the first row on each worker.
+        """
+        if not part.is_floating_point() or first_row or not self._rank or len(part) != self._num_images:
+            return False
+        is_known = isinstance(whole, Tensor) and (id(whole) in self._weights or whole in self._buffers)
+        return not is_known and bool((part != part[:1]).any())
+
+    def _may_be_own_part(self, part: Tensor, first_row: int) -> bool:
+        """Return whether ``part`` of what is drawn for all workers' images may be that of this worker's images."""
+        return len(part) == self._num_images and bool(first_row) == bool(self._rank)
 
     def _written_anew(self, name: str, args: Any, kwargs: Any) -> Tensor | None:
         """Return the tensor, perhaps a part of another one, all of whose rows for the images a call writes; or None."""
@@ -323,21 +359,6 @@ class WatchedCalls(TorchFunctionMode):
             return args[0] if is_all_rows(args[0], args[1], self._num_images) else None
         written = args[0] if name in ("copy_", "zero_", "fill_") else kwargs.get("out")
         return written if isinstance(written, Tensor) and id(written) not in self._weights else None
-
-    def _is_cut(self, args: Any, rows: Any) -> bool:
-        """Return whether ``rows`` are a slice of a tensor of numbers with a row for each of this worker's images.
-
-        Such is ``noise[:len(images)]``. A vector may have a number for each of as many classes, and is none. ``args``
-        are the tensor and the index.
-        """
-        parts = args[1] if isinstance(args[1], tuple) else (args[1],)
-        index = next((part for part in parts if not isinstance(part, int)), None)
-        is_slice = isinstance(index, slice) and index != slice(None) and isinstance(rows, Tensor) and rows.ndim > 1
-        if not is_slice or not rows.is_floating_point() or id(args[0]) in self._weights or args[0] in self._buffers:
-            return False
-        if _GATHERED in self._drawn.get(args[0], ()):
-            return False
-        return len(rows) == self._num_images > 1 and bool((rows != rows[:1]).any())
 
     def _follow_gradients(self, args: Any, kwargs: Any, gradients: Any) -> None:
         """Mark ``gradients`` of weights and the like as statistics, because they are sums over this worker's images.
@@ -395,6 +416,8 @@ class WatchedCalls(TorchFunctionMode):
     def _marks_of(self, call: _Call) -> set[str]:
         """Return the marks for the result of a call: those of all its sources, and those that it adds or takes away."""
         marks: set[str] = set().union(*(self._marks[source] for source in call.sources))
+        if not all("columns" in self._marks[source] for source in call.sources):
+            marks.discard("columns")
         self._mark_statistics(call, marks)
         self._mark_selections(call, marks)
         self._mark_sums_and_means(call, marks)
@@ -406,6 +429,9 @@ class WatchedCalls(TorchFunctionMode):
         is_mean = call.name in STATISTICS or LOSSES.fullmatch(call.name)
         if call.gives_one_number and is_mean and has_rows(call.sources[0], call.num_images):
             marks.add("statistic")
+        is_mean_over_first = call.name in ("mean", "nanmean") and call.argument(1, "dim") in (0, (0,), [0])
+        if is_mean_over_first and has_rows(call.sources[0], call.num_images):
+            marks.add("columns")
 
         # A number of several images is harmless as long as the loss is linear in it, because the mean over all workers'
         # images is the mean of the workers' means. Swapped images show whether the loss is linear, but not if it bends
@@ -416,8 +442,6 @@ class WatchedCalls(TorchFunctionMode):
             marks.add("compares")
         # The largest of several images are chosen by a comparison, even if as many of them are in both groups.
         chooses = call.name in ("topk", "kthvalue") and call.sources[0].ndim == 1
-        if not all("columns" in self._marks[source] for source in call.sources):
-            marks.discard("columns")
         is_chosen = chooses and has_rows(call.sources[0], call.num_images)
         if is_chosen or (call.name in BENDS and any(map(self._swapped.mixes, call.sources))):
             marks.add("compares")
@@ -429,9 +453,6 @@ class WatchedCalls(TorchFunctionMode):
         if call.name in ("any", "all") or is_with_none:
             marks.add("guard")
 
-        is_mean_over_first = call.name in ("mean", "nanmean") and call.argument(1, "dim") in (0, (0,), [0])
-        if is_mean_over_first and has_rows(call.sources[0], call.num_images):
-            marks.add("columns")
     def _mark_selections(self, call: _Call, marks: set[str]) -> None:
         """Add ``selected`` to the ``marks`` if the number of the result's rows depends on the images."""
         # A number has no rows, such as one of labels.unique(), and rows that are put back where they were are complete.
