@@ -12,7 +12,7 @@ from rich.text import Text
 from raytrain.display.console import bar, class_table, format_optional, headed_table, key_value_table
 from raytrain.display.curves import GREY
 from raytrain.errors import format_count
-from raytrain.trackers.pictures import matrix_figure
+from raytrain.trackers.confusion_matrix import matrix_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

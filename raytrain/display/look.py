@@ -22,7 +22,7 @@ from raytrain.errors import format_count
 from raytrain.runs.metric_row import NUM_SUSPICIOUS_SHOWN
 from raytrain.runs.redact import one_line
 from raytrain.storage.open import check_output
-from raytrain.trackers.pictures import cut_middle
+from raytrain.trackers.lettering import cut_middle, font_families
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure, SubFigure
@@ -221,4 +221,4 @@ def _draw_images(figure: Figure | SubFigure, images: Iterable[Pixels | None], la
         text = one_line(label)
         lines = [text] if len(text) <= _MAX_LETTERS else text.split(", ")
         cut = [cut_middle(line, _MAX_LETTERS) for line in lines[:2]]
-        cell.set_title("\n".join(cut), fontsize=8, color=GREY, pad=3, parse_math=False)
+        cell.set_title("\n".join(cut), fontsize=8, fontfamily=font_families(cut), color=GREY, pad=3, parse_math=False)

@@ -11,14 +11,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib import font_manager
+from matplotlib.ft2font import FT2Font
 
 import raytrain
 from raytrain.runs.documents import EVALUATION, run_store, write_config, write_json
 from raytrain.runs.status import RunStatus, write_status
 from raytrain.storage.store import Store
 from raytrain.trackers import tracker_threads
+from raytrain.trackers.confusion_matrix import confusion_matrix
+from raytrain.trackers.lettering import cut_middle, font_families, font_files
 from raytrain.trackers.open_trackers import open_trackers
-from raytrain.trackers.pictures import confusion_matrix, contact_sheet, cut_middle, read_pictures
+from raytrain.trackers.pictures import contact_sheet, read_pictures
 from raytrain.trackers.tracker_threads import Tracking
 from tests.helpers.stored_evaluation import HOSTILE_NAME, evaluation, png_url
 from tests.helpers.tracked_runs import Recorder, evaluation_row, options, result, snapshot, step_rows, tracked
@@ -127,6 +131,7 @@ def test_what_is_damaged_is_left_out(damage: dict[str, Any], left: list[str], st
     assert [group.key for group in read_pictures(store, after=-1)[1]] == left
 
 
+@pytest.mark.not_quick  # looks for a font that has its letters
 def test_names_of_classes_hold_no_control_characters(store: Store) -> None:
     write_json(store, EVALUATION, {**evaluation(step=1), "classes": [HOSTILE_NAME, "b" * 5000]})
     worst = read_pictures(store, after=-1)[1][0]
@@ -157,3 +162,18 @@ def test_a_long_name_keeps_its_end_where_names_differ() -> None:
     cut = [cut_middle(f"species_of_a_bird_{number:03}", 9) for number in range(3)]
     assert cut == ["spec…_000", "spec…_001", "spec…_002"]
     assert [cut_middle("cat", 3), cut_middle("bird", 2), cut_middle("bird", 1)] == ["cat", "b…", "…"]
+
+
+def test_letters_that_the_usual_font_lacks_come_from_fonts_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual, other = (font_manager.findfont(name) for name in ("DejaVu Sans", "STIXGeneral"))
+    rare = min(set(FT2Font(other).get_charmap()) - set(FT2Font(usual).get_charmap()))
+    searches: list[None] = []
+    monkeypatch.setattr(font_manager, "findSystemFonts", lambda: searches.append(None) or [other, __file__])
+    assert font_files(["naïve", "кот"]) == [usual]
+    assert searches == [], "the fonts of the machine are looked for only if they are needed"
+    assert font_files(["naïve", chr(rare)]) == [usual, other]
+    assert font_families([chr(rare)]) == ["DejaVu Sans", "STIXGeneral"]
+    assert font_files(["\U00013000"]) == [usual], "a letter that no font has"
+    pixels = [np.zeros((2, 2, 3), np.uint8)] * 2
+    sheets = [contact_sheet(pixels, [text, text]) for text in (chr(rare), "\U00013000")]
+    assert (sheets[0] != sheets[1]).any()
