@@ -40,7 +40,7 @@ from raytrain.runs.machine_history import MachineHistory, MachineUse
 from raytrain.runs.status import read_status, write_status
 from tests.helpers.browser_pages import expect_later_step, ink
 from tests.helpers.dropping_proxy import DroppingProxy
-from tests.helpers.snapshots import snapshot
+from tests.helpers.snapshots import snapshot, train_result
 from tests.helpers.stored_evaluation import HOSTILE_NAME, png_url
 from tests.helpers.stored_histories import add_events, append_rows, end_run, evaluation_row, step_row, store_run
 
@@ -135,6 +135,20 @@ def test_a_run_of_another_process_is_shown_from_its_documents_and_stopped(visit:
         page.get_by_role("button", name="copy").click()
         expect(page.get_by_role("button", name="copied")).to_be_visible()
         assert page.evaluate("navigator.clipboard.readText()") == resume
+
+
+def test_a_run_that_is_over_shows_the_best_value_of_the_metric_that_has_chosen_its_checkpoint(
+    visit: Visit, tmp_path: Path
+) -> None:
+    rows = [evaluation_row(step, accuracy=0.5, loss=loss) for step, loss in ((1, 1.25), (2, 2.0))]
+    store = store_run(tmp_path, "run", rows, best="loss")
+    result = train_result(name="run", run_dir=store.url, best_metric="loss", best_value=1.25)
+    write_json(store, SUMMARY, result.summary())
+    write_status(store, replace(read_status(store), status="finished"))
+    with page_of(tmp_path, "run") as server:
+        page = visit(server.url)
+        expect(page.locator(".config")).to_contain_text("best")
+        expect(page.locator(".tiles")).to_contain_text("Best validation loss1.25", timeout=30_000)
 
 
 def test_a_run_that_was_stopped_and_resumes_can_be_stopped_again(visit: Visit, tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 import { Chart } from "./chart.js";
 import { Curves, isLost, smooth } from "./curves.js";
 import { evaluationView, suspiciousView } from "./evaluation_view.js";
-import { el, fill, formatClock, formatDate, formatDollars, formatDuration, formatModel, formatNumber, formatOption, formatPercent, formatRate, printable } from "./format.js";
+import { el, fill, formatClock, formatDate, formatDollars, formatDuration, formatMetric, formatModel, formatNumber, formatOption, formatPercent, formatRate, printable } from "./format.js";
 import { MachineCurves, machineTable } from "./machines.js";
 import { StopPanel } from "./stop_panel.js";
 
@@ -52,6 +52,7 @@ export class RunView {
     this.status = el("span", { class: "pill", role: "status" });
     this.facts = el("p", { class: "facts" });
     this.options = el("dl", { class: "options", hidden: true });
+    this.metric = { is_fraction: true }; // of --best
     this.suggestion = null;
     this.resume = null;
     this.bar = el("progress", { max: 1, value: 0, "aria-label": "progress" });
@@ -166,12 +167,13 @@ export class RunView {
 
   showTiles() {
     const { latest, evaluation, result } = this.state;
-    // The checkpoint that `evaluate` and the other commands use is that of the best evaluation, not of the last one.
-    const hasBetter = result?.best_metric === "accuracy" && result.best_value > evaluation?.accuracy;
+    // The checkpoint that `evaluate` and the other commands use is that of the best evaluation by --best, not of the last one.
+    const { best_metric: bestName, best_value: bestValue } = result ?? {};
+    const hasBetter = bestName === "accuracy" ? bestValue > evaluation?.accuracy : bestValue != null;
     const tiles = [
       ...(result?.test_accuracy == null ? [] : [["Test accuracy", formatPercent(result.test_accuracy)]]),
       ["Validation accuracy", formatPercent(evaluation?.accuracy)],
-      ...(hasBetter ? [["Best validation accuracy", formatPercent(result.best_value)]] : []),
+      ...(hasBetter ? [[`Best validation ${bestName.replaceAll("_", " ")}`, formatMetric(this.metric, bestValue)]] : []),
       ["Validation loss", formatNumber(evaluation?.loss)],
       ["Training loss", formatNumber(latest?.loss)],
       ["Learning rate", formatNumber(latest?.learning_rate)],
@@ -266,6 +268,7 @@ export class RunView {
   async readDocuments() {
     const documents = await this.api.documents?.(this.name).catch(() => null);
     if (!documents) return;
+    this.metric = documents.metric;
     this.suggestion = documents.suggestion;
     this.resume = documents.resume;
     fill(this.evaluation, evaluationView(documents.evaluation), suspiciousView(documents.suspicious));
