@@ -444,6 +444,18 @@ def test_runs_side_by_side(visit: Visit, tmp_path: Path) -> None:
         expect(page.locator("article.run:visible h1")).to_have_text("rates-1")
 
 
+def test_the_keyboard_stays_at_a_run_of_a_comparison_that_trains(visit: Visit, tmp_path: Path) -> None:
+    for name in ("rates-00", "rates-01"):
+        store_run(tmp_path, name, [step_row(1, loss=1.0)])
+    with page_of(tmp_path, "rates-00", "rates-01") as server:
+        page = visit(server.url)
+        page.get_by_role("button", name="rates-01").focus()
+        append_rows(tmp_path / "rates-01", [evaluation_row(2, accuracy=0.875)])
+        expect(page.locator("article.comparison tbody")).to_contain_text("87.5 %")
+        expect(page.get_by_role("button", name="rates-01")).to_be_focused(timeout=5_000)
+        expect(page.get_by_role("progressbar", name="progress of rates-01")).to_be_visible()
+
+
 def test_the_cost_of_a_sweep_is_shown_beside_that_of_its_trials(visit: Visit, tmp_path: Path) -> None:
     costs = {"rates-00": 1.5, "rates-01": 0.25, "rates": 1234.5}
     for name, dollars in costs.items():
@@ -589,6 +601,19 @@ def test_the_home_lists_all_runs_and_leads_to_each(visit: Visit, tmp_path: Path)
         expect(page.locator("article.comparison h1")).to_have_text("rates")
         facts = page.locator("article.comparison .facts")
         expect(facts).to_have_text("2 runs · running · best rates-01, accuracy 90.0 %")
+
+
+def test_the_keyboard_stays_at_its_place_in_the_home_while_runs_train(visit: Visit, tmp_path: Path) -> None:
+    store = store_run(tmp_path, "run", [step_row(1, loss=1.0)])
+    store_run(tmp_path, "other", [step_row(1, loss=1.0)])
+    with HomeRuns(str(tmp_path)) as runs, PageServer(runs, 0) as server:
+        page = visit(server.url)
+        box = page.get_by_role("checkbox", name="compare run")
+        box.focus()
+        append_rows(tmp_path / "run", [evaluation_row(2, accuracy=0.875)])
+        write_status(store, replace(read_status(store), step=2))
+        expect(page.locator(".home tbody")).to_contain_text("87.5 %")
+        expect(box).to_be_focused(timeout=5_000)
 
 
 def test_the_best_value_in_the_home_is_that_of_all_evaluations(visit: Visit, tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 import { Chart, swatch } from "./chart.js";
 import { isLost, smooth } from "./curves.js";
-import { bestOf, el, fill, formatDollars, formatMetric, formatNumber, formatOption } from "./format.js";
+import { bestOf, el, fill, formatDollars, formatMetric, formatNumber, formatOption, refill } from "./format.js";
 import { ParallelCoordinates } from "./parallel_coordinates.js";
 
 const NUM_COLORS = 8;
@@ -116,7 +116,7 @@ export class Comparison {
     const sign = this.metric.is_lower_better ? -1 : 1;
     const score = ({ view }) => { const value = this.best(view); return value === null ? -Number.MAX_VALUE : sign * value; };
     const order = [...this.runs].sort(([, a], [, b]) => score(b) - score(a));
-    fill(this.body, ...order.map(([name, run]) => this.row(name, run, options)));
+    refill(this.body, ...order.map(([name, run]) => this.row(name, run, options)));
   }
 
   row(name, { view, color, config }, options) {
@@ -127,7 +127,7 @@ export class Comparison {
       { "aria-selected": String(this.selected === name) },
       el("th", { scope: "row", class: "name" }, open),
       el("td", { class: "state" }, el("span", { class: "pill", "data-status": state.status }, state.status)),
-      el("td", { class: "progress", "data-title": "Progress" }, el("progress", { max: 1, value: state.step / state.num_steps })),
+      el("td", { class: "progress", "data-title": "Progress" }, el("progress", { max: 1, value: state.step / state.num_steps, "aria-label": `progress of ${name}` })),
       ...options.map((option) => el("td", { "data-title": option.replaceAll("_", "-") }, typeof config?.[option] === "number" ? formatNumber(config[option]) : formatOption(config?.[option]))),
       el("td", { class: "accuracy", "data-title": this.bestTitle() }, formatMetric(this.metric, this.best(view))),
       el("td", { "data-title": "Images/s" }, formatNumber(medianSpeed(view.curves.step))),

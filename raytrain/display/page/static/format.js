@@ -35,6 +35,14 @@ export function fill(element, ...children) {
   element.replaceChildren(...children.filter((child) => child != null).map((child) => (child instanceof Node ? child : printable(child))));
 }
 
+/** The same for a list that is made anew while somebody may be in it with the keyboard, who stays at the same place. */
+export function refill(element, ...children) {
+  const named = ({ tagName, ariaLabel, textContent }) => `${tagName} ${ariaLabel ?? textContent}`;
+  const focused = element.contains(document.activeElement) ? named(document.activeElement) : null;
+  fill(element, ...children);
+  [...element.querySelectorAll("a, button, input")].find((one) => named(one) === focused)?.focus({ preventScroll: true });
+}
+
 /** A name as an element that is cut before its last four letters where it has no room: names often differ in their ends alone. */
 export function nameOf(name) {
   const letters = [...printable(name)], end = letters.length > 12 ? letters.length - 4 : letters.length;

@@ -1,6 +1,6 @@
 // The list of all runs: searched, sorted by any column, those of a sweep grouped, each a link to the page of the run.
 
-import { bestOf, el, fill, formatDate, formatDollars, formatDuration, formatMetric, formatModel, formatNumber, formatRate, svg, UNKNOWN } from "./format.js";
+import { bestOf, el, fill, formatDate, formatDollars, formatDuration, formatMetric, formatModel, formatNumber, formatRate, refill, svg, UNKNOWN } from "./format.js";
 
 const REFRESH_MS = 3000;
 const WIDTH = 90, HEIGHT = 22;
@@ -54,7 +54,6 @@ export class Home {
     for (;;) {
       try {
         const answer = await this.api.runs();
-        // Nothing is drawn anew without a change: it would take the focus from whoever uses the keyboard.
         if (JSON.stringify(answer) !== this.answer) {
           this.answer = JSON.stringify(answer);
           this.runs = answer.runs;
@@ -86,7 +85,7 @@ export class Home {
     const single = found.filter((run) => !groups.has(run.group) && !groups.has(run.name));
     const sweeps = [...leaders].map(([best, name]) => this.sweep(name, best, groups.get(name)));
     const lines = this.sorted([...single, ...sweeps]).flatMap((run) => (run.runs ? this.group(run) : [this.row(run)]));
-    fill(this.body, ...lines);
+    refill(this.body, ...lines);
   }
 
   drawHead() {
@@ -97,11 +96,10 @@ export class Home {
       const sort = () => {
         this.order = { column, descending: isSorted ? !this.order.descending : !column.ascending };
         this.draw();
-        [...this.head.querySelectorAll("button")].find(({ dataset }) => dataset.column === column.name)?.focus();
       };
-      return el("th", { scope: "col", class: column.name, "aria-sort": direction }, el("button", { type: "button", class: "link", "data-column": column.name, click: sort }, column.title));
+      return el("th", { scope: "col", class: column.name, "aria-sort": direction }, el("button", { type: "button", class: "link", click: sort }, column.title));
     };
-    fill(this.head, el("th", { class: "choice" }), heading(NAME), ...this.columns().map(heading));
+    refill(this.head, el("th", { class: "choice" }), heading(NAME), ...this.columns().map(heading));
   }
 
   columns() {
@@ -135,9 +133,8 @@ export class Home {
     const toggle = () => {
       open ? this.opened.delete(name) : this.opened.add(name);
       this.draw();
-      [...this.body.querySelectorAll("button")].find(({ dataset }) => dataset.group === name)?.focus();
     };
-    const button = el("button", { type: "button", class: "quiet toggle", "data-group": name, "aria-expanded": String(open), "aria-label": `runs of ${name}`, click: toggle }, open ? "▾" : "▸");
+    const button = el("button", { type: "button", class: "quiet toggle", "aria-expanded": String(open), "aria-label": `runs of ${name}`, click: toggle }, open ? "▾" : "▸");
     const about = `${runs.length === 1 ? "1 run" : `${runs.length} runs`}${score(best) === null ? "" : `, best ${best.name}`}`;
     const line = this.row(sweep, { choice: button, about });
     return [line, ...(open ? this.sorted(runs).map((run) => this.row(run, { member: true })) : [])];
@@ -197,7 +194,7 @@ function looksForRate({ schedule }) {
 
 function state(run) {
   const isActive = run.status === "running" || run.status === "starting";
-  const progress = isActive && run.num_steps ? el("progress", { max: 1, value: run.step / run.num_steps, title: `step ${formatNumber(run.step)} of ${formatNumber(run.num_steps)}` }) : null;
+  const progress = isActive && run.num_steps ? el("progress", { max: 1, value: run.step / run.num_steps, title: `step ${formatNumber(run.step)} of ${formatNumber(run.num_steps)}`, "aria-label": `progress of ${run.name}` }) : null;
   return el("div", {}, el("span", { class: "pill", "data-status": run.status }, run.status), progress);
 }
 
