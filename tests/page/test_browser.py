@@ -107,6 +107,7 @@ def test_a_run_is_watched_and_stopped_with_a_checkpoint(visit: Visit, tmp_path: 
             expect(viewer.locator(".banner")).to_contain_text("/runs/run/checkpoints/step-")
             again = shell_command("watch", "run", storage=str(tmp_path / "runs"))
             expect(viewer.locator(".connection")).to_have_text(f"the page has ended; again with: {again}")
+            expect(viewer.locator(".banner .resume")).to_contain_text("--name run", timeout=10_000)
         expect(first.locator(".stop-steps li[data-state=done]")).to_have_count(5)
         assert process.wait(60) == 0
     store = tmp_path / "runs" / "run"

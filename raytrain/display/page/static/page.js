@@ -114,6 +114,7 @@ async function listen() {
       rest = messages.pop();
       for (const message of messages) {
         if (!handle(message)) continue;
+        for (const view of views.values()) view.readDocuments(); // the last ones are written after the last state of a run is sent
         await Promise.allSettled(unanswered);
         abort.abort(); // the server waits for this end of the connection before it ends itself
         return true;
