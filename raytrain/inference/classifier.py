@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import os
+import textwrap
 from collections.abc import Callable, Iterable, Sequence, Set
 from itertools import islice
 from operator import itemgetter
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 
 AnImage: TypeAlias = "str | os.PathLike[str] | bytes | bytearray | BinaryIO | Image.Image | npt.NDArray[Any] | Tensor"
 _BATCH_SIZE = 64  # images that the network sees at a time
+_MAX_DIFFERENCE_CHARS = 200  # of how weights differ from the network, in an error
 _CHANNELS = (1, 3, 4)  # of arrays: grey, RGB and RGBA
 
 
@@ -301,8 +303,9 @@ def load_classifier(store: Store, run: str, *, trust: bool, loop: Callable[[Run]
     try:
         classifier.network.load_state_dict(checkpoint.weights or {})
     except RuntimeError as error:
-        # torch lists every difference; the beginning of the list says which network it was.
-        difference = " ".join(str(error).split())[:120]
+        # torch lists every difference below a heading; the beginning of the list says which network it was.
+        differences = str(error).partition("\n")[2]
+        difference = textwrap.shorten(differences, _MAX_DIFFERENCE_CHARS, placeholder=" …").rstrip(".")
         builder = f"--model {config.model}" if network is None else "the network that its loop prepares now"
         raise UsageError(
             f"The weights of {run} are not those of {builder}: it trained another network ({difference})."
