@@ -537,3 +537,26 @@ def test_a_table_beside_class_folders_that_is_not_read_is_told(
     put(tmp_path / "labels.csv", "path,label\na/0.png,c\n")
     build_manifest(open_store(str(tmp_path)))
     assert f"Not read beside the images of {tmp_path}: labels.csv. If it says their classes" in caplog.text
+
+
+def test_lists_of_training_and_test_images_that_are_not_read_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tree(tmp_path / "images", "a", "b")
+    for name in ("meta/train.txt", "meta/test.txt", "meta/classes.txt", "images/a/test.txt"):
+        put(tmp_path / name, "a/0\n")
+    build_manifest(open_store(str(tmp_path)))
+    assert f"Not read beside the images of {tmp_path}: meta/test.txt, meta/train.txt. If" in caplog.text
+    assert "with --validation-labels and --test-labels" in caplog.text
+
+
+def test_tables_in_the_folders_of_the_parts_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for part in ("train", "valid"):
+        put(tmp_path / part / "0.png", png(len(part)))
+        put(tmp_path / part / "_classes.csv", "filename, hot dog, cat, size\n0.png, 1, 0, 3\n")
+    with pytest.raises(UsageError, match="without class folders"):
+        opened(tmp_path, tmp_path)
+    assert "train/_classes.csv, valid/_classes.csv" in caplog.text
+    labels = str(tmp_path / "train/_classes.csv")
+    with pytest.raises(UsageError, match="or the classes among those of 0 and 1: 'hot dog' cat\\."):
+        opened(tmp_path / "train", tmp_path, labels=labels)

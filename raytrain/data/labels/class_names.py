@@ -45,7 +45,8 @@ def check_classes(present: tuple[str, ...], classes: tuple[str, ...] | None, url
     if not present:
         raise UsageError(
             f"There are no class folders below {url}, only {format_count(num_images, 'image')}; put each class into a "
-            f"folder of its name, such as {url.rstrip('/')}/cat/, or give a label file with --labels."
+            f"folder of its name, such as {url.rstrip('/')}/cat/, or give a label file with --labels, or "
+            "--label-pattern if the names of the files say the classes."
         )
     if classes is None and len(present) == 1:
         raise UsageError(

@@ -51,6 +51,7 @@ from raytrain.storage.store import Store
 _log = logging.getLogger("raytrain")
 _STRAY = "images outside of class folders"
 _ROW_TABLES = (".csv", ".tsv")
+_LISTS = (".txt", ".json", ".jsonl", ".parquet")  # that are named if they are called as parts are
 _MOST_TABLES = 3  # that are opened to see whether they are label files
 
 
@@ -124,13 +125,24 @@ def _check_tables_below(files: Listing) -> None:
     """Raise UsageError if a label file such as site_A/metadata.csv gives the images of one folder several classes.
 
     Only label files directly below ``--data`` are read, and without one the folders would become the classes. Log the
-    tables directly below ``--data`` that are not read because of their names, and annotations of each image.
+    tables and lists at most one folder below ``--data`` that are not read because of their names, and annotations of
+    each image.
     """
-    # Tables of other names beside the images may be anything, so they are only named.
-    unread = sorted(path for path in files.left_out[TABLES] if "/" not in path and path.lower().endswith(_ROW_TABLES))
-    if unread := [path for path in unread if path not in METADATA]:
-        sentence = "Not read beside the images of %s: %s. If it says their classes, give it with --labels."
-        _log.warning(sentence, files.url, first_names(unread))
+    # Tables of other names may be anything, and lists such as meta/train.txt say what is held out: they are only named.
+    # So are those one folder below, unless that is a class.
+    with_images = {image.path.rpartition("/")[0] for image in files.images} if files.left_out[TABLES] else set[str]()
+    unread = list[str]()
+    for path in files.left_out[TABLES]:
+        folder, _, name = path.rpartition("/")
+        stem, suffix = posixpath.splitext(name.lower())
+        if "/" in folder or (folder in with_images and folder and not is_part(folder)):
+            continue
+        if (suffix in _ROW_TABLES and name not in METADATA) or (suffix in _LISTS and is_part(stem)):
+            unread.append(path)
+    if unread:
+        sentence = "Not read beside the images of %s: %s. If it says their classes, give it with --labels"
+        several = ", and those of held-out images with --validation-labels and --test-labels" if len(unread) > 1 else ""
+        _log.warning(f"{sentence}{several}.", files.url, first_names(sorted(unread)))
 
     # So are files that are called like the images, as annotations of detections and captions are.
     names = {posixpath.basename(image.path) for image in files.images} if files.left_out[TABLES] else set[str]()

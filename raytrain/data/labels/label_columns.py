@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import re
+import shlex
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ _ERRORS_OF_EXCEL = {"#N/A", "#REF!", "#VALUE!", "#NAME?", "#DIV/0!", "#NULL!", "
 NO_LABELS = frozenset({"", "NaN", "nan", "<NA>", "N/A", "n/a", "null", "NULL", "None", *_ERRORS_OF_EXCEL})
 """Texts that programs write in place of a missing value."""
 
+_MOST_SHOWN = 10  # columns of 0 and 1 in a sentence
 MOST_SPLITS = 20  # a column with as many different texts is about something else than splits
 TEXT_TYPES = (pa.string(), pa.large_string(), pa.string_view())
 
@@ -246,7 +248,14 @@ def labels_of(table: pa.Table, url: str, columns: LabelColumns) -> list[str]:
 
     # One column, with one class for each image.
     option = "--label-column (or several, of 0 and 1)"
-    name = column_called(table.column_names, url, option, next(iter(columns.label), None), LABEL_COLUMNS)
+    advice = None
+    if not columns.label and find_column(table.column_names, None, LABEL_COLUMNS) is None:
+        flags = [name for name in table.column_names if _has_flags(table, url, name)]
+        if len(flags) > 1:
+            shown = " ".join(map(shlex.quote, flags[:_MOST_SHOWN])) + (" …" if len(flags) > _MOST_SHOWN else "")
+            advice = f"name the right one with --label-column, or the classes among those of 0 and 1: {shown}"
+    label_name = next(iter(columns.label), None)
+    name = column_called(table.column_names, url, option, label_name, LABEL_COLUMNS, advice=advice)
     labels: list[str] = texts_of(table, url, name, may_be_lists=True).to_pylist()
     items_of = {label: _items(label, columns.separator) for label in set(labels)}
     if columns.separator is None:
@@ -266,6 +275,13 @@ def labels_of(table: pa.Table, url: str, columns: LabelColumns) -> list[str]:
             "classes that they stand for; write a column for each class, and name these with --label-column."
         )
     return [JOINED.join(sorted(set(names))) for names in several]
+
+
+def _has_flags(table: pa.Table, url: str, name: str) -> bool:
+    """Return True if a column that occurs once holds nothing but 0 and 1, as one for a class does."""
+    if table.column_names.count(name) > 1 or pa.types.is_nested(table[name].type):
+        return False
+    return {value.lower() for value in texts_of(table, url, name).unique().to_pylist()} <= _FLAGS.keys()
 
 
 def _items(label: str, separator: str | None) -> list[str]:
