@@ -518,6 +518,16 @@ def test_whole_numbers_of_archives_are_one_class_with_and_without_zeros(tmp_path
     assert dict(zip(manifest.classes, manifest.class_counts().tolist(), strict=True)) == {"1": 2, "2": 2}
 
 
+@pytest.mark.parametrize(("labels", "told"), [(("0.25", "0.5", "1.0"), True), (("1.0", "2.0"), False)])
+def test_fractions_that_become_classes_are_told(
+    labels: Sequence[str], told: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    images = tree(tmp_path / "measured", "a", count=12)
+    rows = "".join(f"{number}.png,{labels[number % len(labels)]}\n" for number in range(12))
+    opened(images / "a", tmp_path, labels=str(put(tmp_path / "l.csv", "path,label\n" + rows)))
+    assert ("2 of 3 classes of" in caplog.text and "are fractions, such as 0.25" in caplog.text) == told
+
+
 def test_minus_one_beside_one_is_a_class(tmp_path: Path) -> None:
     images = tree(tmp_path / "celebrities", "a", "b")
     keys = [f"{path.parent.name}/{path.name}" for path in sorted(images.glob("*/*.png"))]

@@ -16,7 +16,7 @@ from raytrain.config import TrainConfig
 from raytrain.data.labels.class_names import check_classes, report_alike
 from raytrain.data.labels.folders import build_manifest, build_manifests, top_folders
 from raytrain.data.labels.hold_out import HELD_OUT_FRACTION, check_can_split, hold_out, hold_out_fold
-from raytrain.data.labels.label_columns import JOINED
+from raytrain.data.labels.label_columns import JOINED, is_whole_number
 from raytrain.data.labels.label_file import LabelTable, own_label_table
 from raytrain.data.labels.listing import ends_like_image, first_names
 from raytrain.data.labels.manifest import Manifest, list_images
@@ -28,6 +28,7 @@ _log = logging.getLogger("raytrain")
 _NUM_SHOWN = 3  # keys without an image
 _LIKE_NO_LABEL = {"na", "n.a.", "nat", "nan", "null", "nil", "?", "-", "--", "."}
 """Names of classes, in lower case, that probably stand for no label, but may be one, as NA of Namibia is."""
+_FRACTION = re.compile(r"[+-]?\d*[.,]\d+(e[+-]?\d+)?", re.IGNORECASE)
 _SEPARATORS = re.compile(r"[\s|;,/+&]+")
 
 
@@ -321,6 +322,7 @@ def labelled(
         if missing := [name for name in present if name.casefold() in _LIKE_NO_LABEL]:
             sentence = "%s of %s is a class like any other; leave the label of images without a class empty."
             _log.warning(sentence, first_names(list(map(repr, missing))), table.url)
+        _report_fractions(present, table.url)
         if not are_joined:
             _report_compound_labels(present, table.url)
     classes = classes or present
@@ -341,6 +343,19 @@ def labelled(
         members[[label_of[name] for name in text.split(JOINED) if name]] = True
     labels = np.array([number_of[text] for text in names], np.int32)
     return replace(images.select(chosen), labels=labels, label_sets=label_sets, **common)
+
+
+def _report_fractions(classes: Sequence[str], url: str) -> None:
+    """Log a warning if most classes are fractions, such as 0.25: somebody may want to predict numbers, which have an
+    order.
+    """
+    fractions = [name for name in classes if _FRACTION.fullmatch(name) and not is_whole_number(name)]
+    if 2 * len(fractions) > len(classes):
+        sentence = (
+            "%s of %s classes of %s are fractions, such as %s, and each is a class of its own, without an order; if "
+            "they are measured values, write ranges of them as labels."
+        )
+        _log.warning(sentence, f"{len(fractions):,}", f"{len(classes):,}", url, fractions[0])
 
 
 def _report_compound_labels(classes: Sequence[str], url: str) -> None:
