@@ -3,8 +3,10 @@
 import errno
 import os
 import secrets
+import shutil
 import stat
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -54,6 +56,17 @@ def test_a_cluster_that_cannot_start_says_why(tmp_path: Path, errors: list[str],
     with pytest.raises(UsageError, match=r"could not start a cluster on this machine \(.*(timed out|no space left)"):
         start(tmp_path, *errors)
     assert int((tmp_path / "ray" / "_private" / "tries").read_text()) == tries
+
+
+def test_a_full_disk_is_named_before_a_process_of_ray_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=200_000))  # pyright: ignore
+    before = dict(os.environ)
+    with pytest.raises(
+        UsageError, match=rf"The disk of {tmp_path} has 0.2 MB free, and Ray needs 10 MB there .* RAY_TMPDIR"
+    ):
+        LocalCluster({})
+    assert dict(os.environ) == before
 
 
 def test_a_home_that_cannot_be_written_to_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import resource
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -70,6 +71,7 @@ _CLUSTER_VARIABLES = {
 TOO_SLOW = "timed out during startup"  # Ray gives its processes 30 s, which can be too little on a busy machine
 _NUM_TRIES = 3
 _MAX_FOLDER = 39  # bytes of the folder's path; the paths of Ray's sockets in it must not exceed 107
+_LOG_BYTES = 10_000_000  # of room for the logs of a run's processes
 _OPEN_FILES = 65536  # what Ray asks for; many systems allow a process 1024 if it does not ask
 
 
@@ -81,12 +83,13 @@ class LocalCluster:
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        self._opened = contextlib.ExitStack()
-        self._opened.enter_context(variables_set({**WITHOUT_EXTRAS, **token_settings()}))
-
         # Ray would make its sockets in a folder of TMPDIR, where their paths may be too long.
         is_long = len(os.fsencode(os.environ.get("TMPDIR", ""))) > _MAX_FOLDER
         short_folder = {"RAY_TMPDIR": "/tmp"} if is_long and "RAY_TMPDIR" not in os.environ else {}
+        check_room_for_logs({**os.environ, **short_folder, **environment})
+
+        self._opened = contextlib.ExitStack()
+        self._opened.enter_context(variables_set({**WITHOUT_EXTRAS, **token_settings()}))
         variables = {**os.environ, **short_folder, **_CLUSTER_VARIABLES, **loopback_environment(), **environment}
         self._environment = lean(variables)
         self._stderr = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 ; closed in close()
@@ -142,6 +145,21 @@ class LocalCluster:
             start_new_session=True,
             env=self._environment,
         )
+
+
+def check_room_for_logs(environment: Mapping[str, str]) -> None:
+    """Raise UsageError if the disk of the temporary folder that Ray gets in ``environment`` is full.
+
+    Otherwise each process of Ray would end as soon as it writes its log, and Ray would start it again, for ever.
+    """
+    folder = environment.get("RAY_TMPDIR") or environment.get("TMPDIR") or "/tmp"
+    with contextlib.suppress(OSError):  # Ray makes a folder that does not exist, or says that it cannot
+        free_bytes = shutil.disk_usage(folder).free
+        if free_bytes < _LOG_BYTES:
+            raise UsageError(
+                f"The disk of {folder} has {free_bytes / 1e6:.1f} MB free, and Ray needs {_LOG_BYTES / 1e6:.0f} MB "
+                "there for the logs of its processes; free some space, or set RAY_TMPDIR to a folder on another disk."
+            )
 
 
 def token_settings() -> dict[str, str]:
