@@ -16,9 +16,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from raytrain.errors import UsageError
+from raytrain.errors import UsageError, format_count
 from raytrain.launch.ray.fork_client import worker_program
 from raytrain.launch.ray.private_api import SMALL_HEAD, can_fork, loopback_environment, no_agent, variables_set
+from raytrain.loader.machine import cores
 
 _LEFT_OUT = "rfc3987_syntax"  # a package that Ray imports and never uses
 _STAND_INS = Path(__file__).with_name("stand_ins")
@@ -115,6 +116,12 @@ class LocalCluster:
             if TOO_SLOW not in reason or not tries_left:
                 break
             self._process = self._start()
+        if TOO_SLOW in reason:
+            raise UsageError(
+                f"Ray could not start on this machine, in {_NUM_TRIES} tries of 30 s, while some "
+                f"{os.getloadavg()[0]:.0f} processes shared its {format_count(cores(), 'core')}; run the command again "
+                "if the machine is less busy, or with --backend local."
+            )
         raise UsageError(f"Ray could not start a cluster on this machine ({reason}); `ray start --head` says more.")
 
     @property
