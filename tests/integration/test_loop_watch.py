@@ -856,6 +856,17 @@ def noise_of_weights(run: Any) -> None:
             optimizer.step()
 
 
+def weighted_by_list(run: Any) -> None:
+    """Weights of images, which one line reads from a table of torch's, number by number."""
+    model, table = run.prepare(mlp()), torch.linspace(0.5, 1.5, 50, dtype=torch.float64)
+
+    def loss_of(model: nn.Module, batch: Any) -> Tensor:
+        weights = torch.tensor([table[sample].item() for sample in batch.samples.tolist()], dtype=torch.float64)
+        return (losses_of(model, batch) * weights).mean()
+
+    steps(run, model, run.prepare(SGD(model.parameters(), lr=0.1)), loss_of)
+
+
 def by_name(model: nn.Module, batch: Any) -> Tensor:
     """Functions of torch that get all of their arguments by name."""
     losses = F.cross_entropy(input=model(batch.images), target=batch.labels, reduction="none")
@@ -1062,6 +1073,7 @@ SILENT: dict[str, Loop] = {
     "single images": by_steps(one_by_one, mlp),
     "a guard": by_steps(lambda m, b: entropy(m, b) * (1 if torch.isfinite(m(b.images).sum()) else 0), mlp),
     "numbers of all workers": sane_numbers,
+    "numbers of a table": weighted_by_list,
     "a generator for each image": by_steps(drawn_for_each, mlp),
     "views": by_steps(of_views, mlp),
     "per image": by_features(per_image),

@@ -151,7 +151,8 @@ class LoopNumbers:
         # Python's integers are left out, which are mostly sizes and dimensions. So is the number of this worker's
         # images, and its inverse: whoever divides by it makes a mean.
         of_images = (self._num_images, 1 / max(self._num_images, 1))
-        for leaf in leaves:
+        is_made_of_images = name in _FROM_NUMBERS and self._is_of_images(result.shape)  # a number for each, say
+        for leaf in leaves if not is_made_of_images else ():
             if isinstance(leaf, (float, np.floating)) and leaf not in of_images:
                 yield float(leaf)
             elif isinstance(leaf, np.ndarray) and not self._is_of_images(leaf.shape) and leaf.dtype.kind in "biuf":
