@@ -58,7 +58,7 @@ def measure(bench: Bench) -> Report:
         for name, values in results.items()
         for quantity in values[0]
     }
-    limits = {_LOCAL: 0.85, _RAY: 1.05}
+    limits = {_LOCAL: 0.85, _RAY: 0.95}
     checks = [
         Check(f"{name} : torchrun, {kind}", figures[name, kind].median / figures[_PLAIN, kind].median, at_most=limit)
         for name, limit in limits.items()
