@@ -37,6 +37,7 @@ from raytrain.storage.temporary_files import TemporaryFolder
 
 _NUM_THREADS = 4  # few, because each uses all request threads of the store
 _NUM_SHRUNK_AT_ONCE = 64  # images
+_QUALITY = 90  # of the JPEGs of images that are made smaller
 T = TypeVar("T")
 R = TypeVar("R")
 _ReadFiles = Callable[[Manifest], "list[bytes]"]
@@ -73,7 +74,7 @@ def pack(
     max_bad_fraction: float = 0.01,
     image_suffix: str | None = None,
     shorter_side: int | None = None,
-    quality: int = 90,
+    quality: int | None = None,
     console: Console | None = None,
 ) -> PackResult:
     """Copy labelled images into packed shards below ``destination``, which ``--data`` accepts instead of ``source``.
@@ -100,7 +101,7 @@ def pack(
         image_suffix: which image of a WebDataset sample with several is packed, such as ``png``; by default the JPEG.
         shorter_side: larger images become JPEGs whose shorter side has this many pixels; by default they stay as they
             are. The smaller files lie in a temporary folder of this machine meanwhile.
-        quality: the JPEG quality of images that ``shorter_side`` makes smaller, 1 to 100.
+        quality: the JPEG quality of images that ``shorter_side`` makes smaller, 1 to 100; by default 90.
         console: shows the progress bar; by default standard error.
 
     Raises:
@@ -115,6 +116,12 @@ def pack(
         raytrain.pack(dataset, "s3://photos/birds-packed")
     """
     # Check the options before anything is listed.
+    if quality is not None and shorter_side is None:
+        raise UsageError(
+            f"--quality {quality} is for images that --shorter-side makes smaller; give --shorter-side, too, or leave "
+            "--quality out."
+        )
+    quality = _QUALITY if quality is None else quality
     if shorter_side is not None and (shorter_side < 1 or not 1 <= quality <= 100):
         raise UsageError(
             f"--shorter-side is {shorter_side} and --quality {quality}; the first must be at least 1, the second 1 to "

@@ -656,6 +656,8 @@ NOTES: dict[str, tuple[Loop, str]] = {
     "the hardest images": (by_steps(hardest, mlp), "run.gather("),
     "the largest number": (by_features(lambda z, y: (z / z.detach().abs().max()).square().mean()), "run.gather("),
     "a sum": (by_steps(lambda m, b: F.cross_entropy(m(b.images), b.labels, reduction="sum"), mlp), "is a sum"),
+    "sums of columns": (by_features(lambda z, y: (z - y).abs().sum(0).mean()), "is a sum"),
+    "a sum of one row": (by_features(lambda z, y: (z - y).abs().mean(1).sum(0, keepdim=True).mean()), "is a sum"),
     "a sum by hand": (
         by_steps(lambda m, b: 0.1 * F.cross_entropy(m(b.images), b.labels, reduction="none").sum(), mlp),
         "is a sum",
@@ -1002,6 +1004,12 @@ def class_by_column(model: nn.Module, batch: Any) -> Tensor:
     )
 
 
+def by_prototypes(model: nn.Module, batch: Any) -> Tensor:
+    """A mean over images of sums over six prototypes, as many as a worker has images."""
+    products = WEIGHTS[[0, 1, 2, 3, 0, 1], None] @ model(batch.images)[:, :1].T
+    return products.square().sum(0).mean()
+
+
 def near_centres(model: nn.Module, batch: Any) -> Tensor:
     logits, centres = model(batch.images), torch.eye(4, dtype=torch.float64)
     distances = logits.square().sum(1, keepdim=True) + 1 - 2 * logits @ centres
@@ -1062,6 +1070,8 @@ SILENT: dict[str, Loop] = {
     "written rows": by_steps(entropy, lambda: Between(lambda z: torch.zeros(*z.shape, dtype=z.dtype).copy_(z).add_(1))),
     "a sum over as many columns": by_steps(class_by_column, mlp),
     "less its mean": by_features(lambda z, y: (z - z.mean(0)).sum(1).mean()),
+    "means of columns by their sums": by_features(lambda z, y: ((z - y).abs().sum(0) / len(z)).mean()),
+    "sums over as many prototypes": by_steps(by_prototypes, mlp),
     "run.mean beside another loss": of_mean(lambda mean: 0.5 * mean + 1),
     "adversarial images": by_steps(attacked, mlp),
     "half of the patches": by_steps(lambda m, b: covered(m, b, PATCHES[b.samples].argsort(1) < 8), mlp),

@@ -101,6 +101,12 @@ def test_parquet_whose_texts_are_bytes(kind: pa.DataType, images: Path, tmp_path
     assert sorted(contents(tmp_path / "packed-structs")) == [f"b/{name}" for name in names]
 
 
+def test_a_quality_without_a_size_is_refused(images: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--quality 50 is for images that --shorter-side makes smaller"):
+        pack(images, tmp_path / "packed", quality=50)
+    assert not (tmp_path / "packed").exists()
+
+
 def test_parquet_with_a_key_that_is_no_text(images: Path, tmp_path: Path) -> None:
     digests = [bytes([200, number]) for number in range(6)]
     table = pa.table({"key": digests, "image": unique(images), "label": ["cat", "dog", "cat"] * 2})

@@ -66,7 +66,9 @@ class PackingOptions:
     shorter_side: Annotated[
         int | None, arg(help="Pack larger images as JPEGs whose shorter side has this many pixels, such as 320.")
     ] = None
-    quality: Annotated[int, arg(help="Quality of the JPEGs that --shorter-side makes, 1 to 100.")] = 90
+    quality: Annotated[
+        int | None, arg(help="Quality of the JPEGs that --shorter-side makes, 1 to 100; by default 90.")
+    ] = None
 
 
 def pack(

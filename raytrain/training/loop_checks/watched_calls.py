@@ -481,12 +481,14 @@ class WatchedCalls(TorchFunctionMode):
 
     def _mark_sums_and_means(self, call: _Call, marks: set[str]) -> None:
         """Add ``sum``, ``count`` and ``other mean`` to the ``marks``; a quotient is no sum any more."""
-        # A single number that adds up the images is larger if the worker has more of them. The sum of a mask that
-        # covers equally many numbers of each image counts the images.
+        # A number that adds up the images, or one for each column, is larger if the worker has more of them. The sum of
+        # a mask that covers equally many numbers of each image counts the images.
         first = call.sources[0]
         is_sum = call.name in ("sum", "nansum") or call.kwargs.get("reduction") == "sum"
         is_over_images = has_rows(first, call.num_images) and "columns" not in self._marks[first]
-        if call.gives_one_number and is_sum and ("selected" in marks or is_over_images):
+        is_over_first = call.name in ("sum", "nansum") and call.argument(1, "dim") in (0, (0,), [0])
+        is_of_columns = is_over_first and self._swapped.follows_rows(first)  # its rows may be no images, only as many
+        if is_of_columns or (call.gives_one_number and is_sum and ("selected" in marks or is_over_images)):
             marks.add("count" if covers_alike(first) else "sum")
 
         # A mean over selected rows, such as a loss of torch, weights the workers wrongly.
