@@ -216,14 +216,14 @@ class BucketStore(BucketConnection, Store):  # pyright: ignore[reportIncompatibl
         num_bytes = content.stat().st_size if isinstance(content, Path) else len(content)
 
         def request(client: ObjectStore) -> None:
-            self._check_owner(client)
-            try:
-                with _sending.room_for(num_bytes):
+            with _sending.room_for(num_bytes):
+                self._check_owner(client)  # only now: the owner may have changed while this waited for room
+                try:
                     client.put(path, content, chunk_size=_PART_BYTES, max_concurrency=PARTS_AT_A_TIME)
-            except Exception as error:
-                if not is_transient(error):
-                    self._check_owner(client)  # perhaps another owner has aborted this upload
-                raise
+                except Exception as error:
+                    if not is_transient(error):
+                        self._check_owner(client)  # perhaps another owner has aborted this upload
+                    raise
 
         dataclasses.replace(self, multipart=multipart)._send(path, request)
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -20,6 +21,7 @@ from moto.server import ThreadedMotoServer
 from raytrain.errors import OwnerChanged
 from raytrain.runs.ownership import claim_run
 from raytrain.runs.records import delete_run
+from raytrain.storage import bucket as bucket_store
 from raytrain.storage.open import open_store
 from tests.helpers.faulty_s3 import faulty_s3
 
@@ -89,6 +91,26 @@ def test_who_uploads_when_another_owner_aborts_it_says_who_that_is(
             pytest.raises(OwnerChanged, match="elsewhere"),
         ):
             owner.owned_store.put_file(path, tmp_path / "checkpoint")
+
+
+def test_an_upload_that_has_waited_for_others_is_not_sent_if_the_owner_has_changed_meanwhile(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "checkpoint").write_bytes(b"of the owner before")
+
+    @contextmanager
+    def take_over_meanwhile(num_bytes: int) -> Iterator[None]:
+        claim = dataclasses.replace(owner.claim, token="other", fence=9, host="elsewhere")
+        bucket.client.put_object(Bucket=bucket.name, Key="runs/run/claim.json", Body=claim.to_json())
+        yield
+
+    store = open_store(f"{bucket.storage}/run")
+    with claim_run(store, "run") as owner:
+        # Only here can a test be sure that the owner changes while the upload waits.
+        monkeypatch.setattr(bucket_store._sending, "room_for", take_over_meanwhile)
+        with pytest.raises(OwnerChanged, match="elsewhere"):
+            owner.owned_store.put_file("checkpoints/step-000000006.pt", tmp_path / "checkpoint")
+    assert "checkpoints/step-000000006.pt" not in [entry.path for entry in store.list()]
 
 
 def test_rm_aborts_them(bucket: Bucket) -> None:

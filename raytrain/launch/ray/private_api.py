@@ -289,7 +289,7 @@ def no_agent(session_folder: str, node_id: str) -> Iterator[None]:
     if api is None or sys.platform != "linux":
         yield
         return
-    start, _, persist_port, *ports = api
+    start, dependency_error, persist_port, *ports = api
     for port in ports:
         persist_port(session_folder, node_id, port, -1)
     idle = shlex.join([sys.executable, "-I", "-S", "-c", "import sys; sys.stdin.read()"])
@@ -302,11 +302,11 @@ def no_agent(session_folder: str, node_id: str) -> Iterator[None]:
     utils: Any = importlib.import_module("ray._private.utils")
     services.start_ray_process = start_with_idle_process
     # Ray asks which agent it can start by importing the dashboard's packages, which takes half a second of a core.
-    utils.get_dashboard_dependency_error, ask = lambda: None, utils.get_dashboard_dependency_error
+    utils.get_dashboard_dependency_error = lambda: None
     try:
         yield
     finally:
-        services.start_ray_process, utils.get_dashboard_dependency_error = start, ask
+        services.start_ray_process, utils.get_dashboard_dependency_error = start, dependency_error
 
 
 @contextmanager

@@ -79,18 +79,18 @@ def apply_operations(images: Tensor, steps: Iterable[Step], fill: Tensor) -> Ten
     # Sort the images of each step by their function, so that each gets all of its images at once. They stay in this
     # order for the next step; `order` says which image is where.
     function_of = _CUDA_FUNCTION_OF if images.is_cuda else _FUNCTION_OF
-    order, sortings, kinds, amounts = np.arange(len(images)), [], [], []
+    order, sortings, kinds, strengths = np.arange(len(images)), [], [], []
     for operations, magnitudes in steps:
         if operations.any():  # not all are the identity
             sortings.append(np.argsort(function_of[operations[order]], kind="stable"))
             order = order[sortings[-1]]
             kinds.append(operations[order])
-            amounts.append(magnitudes[order])
+            strengths.append(magnitudes[order])
     if not sortings:
         return images.clone()
 
     # One copy brings all numbers to the device, in a shape that is broadcast over the pixels of an image.
-    numbers = _numbers(np.concatenate(kinds), np.concatenate(amounts), (images.shape[2], images.shape[3]))
+    numbers = _numbers(np.concatenate(kinds), np.concatenate(strengths), (images.shape[2], images.shape[3]))
     numbers = torch.from_numpy(numbers).to(images.device, non_blocking=True).split(len(images), 1)  # (6, m, 1, 1, 1)
 
     # Replace the images of each function by its results. On a CPU, it gets only as many at a time as stay in the cache
