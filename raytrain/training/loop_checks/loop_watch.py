@@ -104,7 +104,7 @@ class LoopWatch:
 
         # A loop may have a generator for each image, which draws for it alone: then there are as many seeds as images.
         # With fewer, one of them has drawn for several images.
-        draws_for_all = 0 < len(self._calls.seeds) < batch.num_used
+        draws_for_all = 0 < len(self._calls.drawn.seeds) < batch.num_used
         if draws_for_all or list(map(state_of, generators)) != states:
             self._notes.add(GENERATOR)
             self._draws = True

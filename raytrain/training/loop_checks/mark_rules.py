@@ -1,0 +1,217 @@
+"""Says which marks the result of a call of torch has: those of its arguments, and those that the call adds.
+
+A tensor that depends on the batch has a set of marks. All tensors that are computed from it inherit them:
+
+- ``statistic``: the tensor is a number that is a sum or a mean over the images. ``gradient``: it is a gradient of
+  weights, which is one, too. Both are harmless alone, because a loss may be linear in them.
+- ``compares``: a gradient is used in a way that is not linear, or a number of several images in a function that bends.
+  The loss has this mark, too, if it changes with swapped images in a way in which a mean over images does not
+  (:mod:`raytrain.training.loop_checks.swapped_images`), as it does if images are compared with each other.
+- ``columns``: the tensor has means over the images, as of ``mean(0)``, perhaps as many as there are images.
+- ``sum``: the tensor is a sum over images that has not been divided by their number.
+- ``count``: the tensor is the sum of a mask that covers equally many numbers of each image. It may be a divisor.
+- ``selected``: a mask has selected rows, whose number differs between workers.
+- ``other mean``: the tensor is a mean over something other than images.
+- ``scaled``: the tensor is a gradient of a mean over the worker's images, with a row for each of them, or grows with
+  one: with fewer images it is larger. Its signs and directions are harmless. ``inverse``: the tensor is divided by one.
+- ``gathered``: the tensor is a gradient that has passed ``run.gather``, and so belongs to this worker's rows alone.
+- ``kept``: the tensor was computed in an earlier step. ``now``: it depends on the batch of this one. A loss with the
+  first alone is of a batch that is over.
+- ``placed``: rows were written whose places are a part of the batch, such as its first half. ``filled``: the first
+  such write was into a new tensor, which may be filled part by part.
+- ``guard``: the tensor says whether there is any of something, or compares a number with 0 or 1.
+- ``row 3``: the tensor depends on that number of a vector with a number for each image, which Python has taken out of
+  it, as a loop over the vector does. This is harmless unless Python compares two of them, as ``sorted`` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from raytrain.training.loop_checks.rows_of_images import covers_alike, has_rows
+from raytrain.training.loop_checks.swapped_images import SwappedImages
+from raytrain.training.loop_checks.torch_functions import (
+    ADDITIONS,
+    BENDS,
+    COMPARISONS,
+    DIVISIONS,
+    JOINS,
+    LINEAR,
+    LOSSES,
+    MULTIPLICATIONS,
+    PUT_BACK,
+    SCALE_FREE,
+    STATISTICS,
+)
+
+
+class Call(NamedTuple):
+    """A call of a function of torch's, and what it has returned. ``sources`` are the arguments that have marks."""
+
+    name: str
+    args: Any
+    kwargs: Any
+    sources: list[Tensor]
+    result: Any
+    num_images: int  # of this worker
+
+    def argument(self, position: int, name: str, default: Any = None) -> Any:
+        """Return an argument that may be given by its position or by its name."""
+        return self.kwargs.get(name, self.args[position] if len(self.args) > position else default)
+
+    @property
+    def gives_one_number(self) -> bool:
+        """True if the result is a tensor without dimensions."""
+        return isinstance(self.result, Tensor) and self.result.ndim == 0
+
+
+class MarkRules:
+    """Rules by which the marks of a call's result follow from ``marks``, those of all tensors that are followed.
+
+    ``swapped`` knows which of the tensors change with swapped images, ``batch_size`` is that of the global batch.
+
+    Example::
+
+        rules = MarkRules(marks, SwappedImages(), batch_size=64)
+        marks[call.result] = rules.marks_of(call)
+    """
+
+    def __init__(self, marks: MutableMapping[Tensor, set[str]], swapped: SwappedImages, batch_size: int) -> None:
+        self._marks, self._swapped, self._batch_size = marks, swapped, batch_size
+
+    def marks_of(self, call: Call) -> set[str]:
+        """Return the marks for the result of a call: those of all its sources, and those that it adds or takes away."""
+        marks: set[str] = set().union(*(self._marks[source] for source in call.sources))
+        if not all("columns" in self._marks[source] for source in call.sources):
+            marks.discard("columns")
+        self._mark_statistics(call, marks)
+        self._mark_selections(call, marks)
+        self._mark_sums_and_means(call, marks)
+        self._mark_scales(call, marks)
+        return marks
+
+    def _mark_statistics(self, call: Call, marks: set[str]) -> None:
+        """Add ``statistic`` to the ``marks`` after a sum or a mean over images, ``compares`` after a use not linear."""
+        is_mean = call.name in STATISTICS or LOSSES.fullmatch(call.name)
+        if call.gives_one_number and is_mean and has_rows(call.sources[0], call.num_images):
+            marks.add("statistic")
+        is_mean_over_first = call.name in ("mean", "nanmean") and call.argument(1, "dim") in (0, (0,), [0])
+        if is_mean_over_first and has_rows(call.sources[0], call.num_images):
+            marks.add("columns")
+
+        # A number of several images is harmless as long as the loss is linear in it, because the mean over all workers'
+        # images is the mean of the workers' means. Swapped images show whether the loss is linear, but not if it bends
+        # elsewhere, such as at a bound that is not reached yet, nor for gradients, which have no variants.
+        has_gradients = any("gradient" in self._marks[source] for source in call.sources)
+        is_product = len(call.sources) > 1 and call.name not in ADDITIONS
+        if has_gradients and (call.name not in LINEAR or is_product):
+            marks.add("compares")
+        # The largest of several images are chosen by a comparison, even if as many of them are in both groups.
+        chooses = call.name in ("topk", "kthvalue") and call.sources[0].ndim == 1
+        is_chosen = chooses and has_rows(call.sources[0], call.num_images)
+        if is_chosen or (call.name in BENDS and any(map(self._swapped.mixes, call.sources))):
+            marks.add("compares")
+
+        # What is computed from the answer of a guard is none.
+        marks.discard("guard")
+        other = call.argument(1, "other")
+        is_with_none = call.name in COMPARISONS and isinstance(other, (int, float)) and other in (0, 1)
+        if call.name in ("any", "all") or is_with_none:
+            marks.add("guard")
+
+    def _mark_selections(self, call: Call, marks: set[str]) -> None:
+        """Add ``selected`` to the ``marks`` if the number of the result's rows depends on the images."""
+        # A number has no rows, such as one of labels.unique(), and rows that are put back where they were are complete.
+        result, first, num_images = call.result, call.sources[0], call.num_images
+        is_put_back = call.name in PUT_BACK and has_rows(result, num_images)
+        is_of_selection = any(source.ndim and "selected" in self._marks[source] for source in call.sources)
+        if isinstance(result, Tensor) and result.ndim and (is_put_back or not is_of_selection):
+            marks.discard("selected")
+
+        # A mask selects more rows on some workers than on others, and so do the indices of nonzero(), and what has
+        # another number of rows with swapped images. A mask that selects equally many numbers of each image, as
+        # one_hot(labels), does not. Of the rows of all workers, it may select this worker's own.
+        indices = [leaf for leaf in tree_leaves(call.args[1:]) if isinstance(leaf, Tensor)]
+        masks = [index for index in indices if index.dtype == torch.bool]
+        is_by_mask = call.name in ("__getitem__", "masked_select") and not all(map(covers_alike, masks))
+        gives_indices = call.name in ("nonzero", "argwhere") or (call.name == "where" and len(call.args) == 1)
+        is_selection = is_by_mask or (gives_indices and not covers_alike(first))
+        is_selection |= any(self._swapped.selects(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
+        if is_selection and not (first.ndim and len(first) > num_images and len(result) == num_images):
+            marks.add("selected")
+
+        # So does Python if it joins the numbers of some images alone, as after `sorted(losses, key=float)[-4:]`.
+        are_numbers = call.name in JOINS and all(rows_of(self._marks[source]) for source in call.sources)
+        if are_numbers and len(rows_of(marks)) < num_images:
+            marks.add("selected")
+
+    def _mark_sums_and_means(self, call: Call, marks: set[str]) -> None:
+        """Add ``sum``, ``count`` and ``other mean`` to the ``marks``; a quotient is no sum any more."""
+        # A number that adds up the images, or one for each column, is larger if the worker has more of them. The sum of
+        # a mask that covers equally many numbers of each image counts the images.
+        first = call.sources[0]
+        is_sum = call.name in ("sum", "nansum") or call.kwargs.get("reduction") == "sum"
+        is_over_images = has_rows(first, call.num_images) and "columns" not in self._marks[first]
+        is_over_first = call.name in ("sum", "nansum") and call.argument(1, "dim") in (0, (0,), [0])
+        is_of_columns = is_over_first and self._swapped.follows_rows(first)  # its rows may be no images, only as many
+        if is_of_columns or (call.gives_one_number and is_sum and ("selected" in marks or is_over_images)):
+            marks.add("count" if covers_alike(first) else "sum")
+
+        # A mean over selected rows, such as a loss of torch, weights the workers wrongly.
+        is_mean_loss = LOSSES.fullmatch(call.name) and call.kwargs.get("reduction", "mean") in ("mean", "batchmean")
+        if (call.name == "mean" or is_mean_loss) and "selected" in marks:
+            marks.add("other mean")
+
+        # The same holds for a cross entropy with class weights, which divides by their sum, or with labels left out.
+        if call.name in ("cross_entropy", "nll_loss") and call.kwargs.get("reduction", "mean") == "mean":
+            target, weight = call.argument(1, "target"), call.argument(2, "weight")
+            has_classes = isinstance(target, Tensor) and target.ndim == 1 and not target.is_floating_point()
+            ignored = call.kwargs.get("ignore_index", -100)
+            if weight is not None or (has_classes and bool((target == ignored).any())):
+                marks.add("other mean")
+
+        # A quotient of two sums is a mean over something else, which the divisor counts. A sum that is divided by this
+        # worker's number of images, or by a tensor, counts as a mean; divided by the global batch size, it is a sum.
+        divisor = call.argument(1, "other")
+        if call.name in MULTIPLICATIONS and isinstance(divisor, float) and divisor:  # as in 1 / len(images) * losses
+            divisor = round(1 / divisor, 6)
+        elif call.name not in DIVISIONS:
+            return
+        if "sum" in self._marks_of_divisor(call):
+            marks.add("other mean")
+        is_of_images = (
+            not isinstance(divisor, Tensor) and divisor % call.num_images == 0 and divisor != self._batch_size
+        )
+        if marks >= {"sum", "selected"} and not is_of_images:  # such as the number of those that are selected
+            marks.add("other mean")
+        if isinstance(divisor, Tensor) or is_of_images or "other mean" in marks:
+            marks -= {"sum", "count"}
+
+    def _mark_scales(self, call: Call, marks: set[str]) -> None:
+        """Take ``scaled`` away from the ``marks`` if the scale of a gradient cancels; its inverse is ``inverse``."""
+        of_divisor = self._marks_of_divisor(call)
+        is_inverse = call.name in ("__rdiv__", "reciprocal", "rsqrt")
+
+        # The scale cancels in a quotient, also in one that is a product with an inverse.
+        if call.name in SCALE_FREE or (call.name in MULTIPLICATIONS and marks >= {"scaled", "inverse"}):
+            marks -= {"scaled", "inverse"}
+        elif "scaled" in marks and (is_inverse or "scaled" in of_divisor):
+            marks.discard("scaled")
+            dividend = call.sources[0]
+            if is_inverse or dividend is call.argument(1, "other") or "scaled" not in self._marks[dividend]:
+                marks.add("inverse")
+
+    def _marks_of_divisor(self, call: Call) -> set[str]:
+        """Return the marks of the tensor by which the call divides; none if it divides by a number, or not at all."""
+        divisor = call.argument(1, "other") if call.name in DIVISIONS else None
+        return self._marks.get(divisor, set()) if isinstance(divisor, Tensor) else set()
+
+
+def rows_of(marks: set[str]) -> set[str]:
+    """Return those of ``marks`` that say of which single images a number is."""
+    return {mark for mark in marks if mark.startswith("row ")}
