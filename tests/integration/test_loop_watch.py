@@ -552,6 +552,11 @@ def by_a_decision(model: nn.Module, batch: Any) -> Tensor:
     return loss * (2 if batch.samples.double().mean() > 23 else 1)
 
 
+def by_a_decision_of_item(model: nn.Module, batch: Any) -> Tensor:
+    loss = entropy(model, batch)
+    return loss * 2 if (batch.samples.double().mean() > 23).item() else loss
+
+
 def first_half_alone(model: nn.Module, batch: Any) -> Tensor:
     logits, half = model(batch.images), len(batch.images) // 2
     return F.cross_entropy(logits[:half], batch.labels[:half]) + logits[half:].square().mean()
@@ -717,6 +722,7 @@ NOTES: dict[str, tuple[Loop, str]] = {
     "a number after a warm-up": (by_steps(after_warm_up, mlp), "numbers that differ between the workers"),
     "the first half": (by_steps(first_half_covered, mlp), "by their places among those of a worker"),
     "a decision of Python's": (by_steps(by_a_decision, mlp), "return loss * (2 if batch.samples.double().mean() > 23"),
+    "a decision of item's": (by_steps(by_a_decision_of_item, mlp), "return loss * 2 if (batch.samples.double()"),
     "a loss of the first half": (by_steps(first_half_alone, mlp), "by their places among those of a worker"),
     "weights by turns": (by_steps(by_turns, mlp), "by their places among those of a worker"),
     "a quantile by NumPy": (by_steps(above_a_quantile, mlp), "`return (losses * (losses >= limit)).mean()`"),
@@ -1099,6 +1105,7 @@ REPORTED_LATER = {
     "a comparison after a warm-up",
     "a number after a warm-up",
     "a decision of Python's",
+    "a decision of item's",
     "counts of classes",
     "a late hook of a weight",
 }

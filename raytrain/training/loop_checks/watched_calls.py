@@ -154,7 +154,7 @@ class WatchedCalls(TorchFunctionMode):
             for source in sources:
                 del self._marks[source]
             return result
-        if name == "__bool__" and sources and self._is_decision(sources[0]):
+        if name in ("__bool__", "item") and sources and self._is_decision(sources[0]):
             self.numbers.note_decision(result, sys._getframe(1))
         call = Call(name, args, kwargs, sources, args[0] if name == "__setitem__" else result, self._num_images)
         self._mark_result(func, call, leaves, has_gathered=gather.num_backwards > num_gathers)
