@@ -1,4 +1,4 @@
-"""A network of timm learns images with several classes, on Ray: trained, evaluated, and used on new images."""
+"""A network of timm learns images with several classes: trained, evaluated, and used on new images."""
 
 from __future__ import annotations
 
@@ -39,8 +39,6 @@ def write_labels(file: Path, colours: dict[str, list[str]]) -> str:
     return str(file)
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("ray_cluster")
 def test_a_network_of_timm_learns_which_colours_are_bright(tmp_path: Path) -> None:
     train, new = (write_images(tmp_path / name, seed, 80) for seed, name in enumerate(("train", "new")))
     config = TrainConfig(
@@ -56,12 +54,13 @@ def test_a_network_of_timm_learns_which_colours_are_bright(tmp_path: Path) -> No
         optimizer="adamw",
         learning_rate=0.003,
         workers=2,
+        backend="local",
         test_views=("flip",),
     )
     result = raytrain.train(config)
     assert (result.status, result.steps) == ("finished", 24)
 
-    place: dict[str, Any] = {"storage": str(tmp_path / "runs"), "address": "auto"}
+    place: dict[str, Any] = {"storage": str(tmp_path / "runs")}
     measured = raytrain.evaluate(
         "colours", str(tmp_path / "new"), labels=write_labels(tmp_path / "new.csv", new), **place
     )
