@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, TypeVar
 from obstore.exceptions import AlreadyExistsError, GenericError, InvalidPathError, PreconditionError
 
 from raytrain.errors import OwnerChanged, StorageError
-from raytrain.storage.bucket_client import PARTS_AT_A_TIME, BucketClient, BucketConnection, bucket_and_root
+from raytrain.storage.bucket_client import FEWEST_PARTS, BucketClient, BucketConnection, bucket_and_root, read_timeout_s
 from raytrain.storage.clouds.s3 import S3
 from raytrain.storage.credentials import LentCredentials
 from raytrain.storage.disk_cache import DiskCache
@@ -43,7 +43,9 @@ T = TypeVar("T")
 
 _log = logging.getLogger("raytrain")
 
-_PART_BYTES = 5 << 20  # larger objects are uploaded in parts, PARTS_AT_A_TIME at a time
+_PART_BYTES = 5 << 20  # larger objects are uploaded in parts, several at a time
+_MAX_ROOM_BYTES = 12 * _PART_BYTES  # of all uploads of this process that are sent at a time
+_QUICK_FRACTION = 0.1  # of a request's limit: uploads that take less may be more at a time
 _DOCUMENT_BYTES = 16 << 20  # an owner writes objects up to this size conditionally, in one request
 _BRIEF_BYTES = 1 << 20  # an owner has a short limit for objects smaller than this
 _OWNERS_REQUEST_S = 15.0  # that limit, half a lease: after a whole one, another process may be the owner
@@ -62,28 +64,41 @@ _client_lock = threading.Lock()  # the cache alone would let concurrent threads 
 
 
 class _Sending:
-    """The uploads of this process: small objects of ``_PART_BYTES`` together at a time, or a large one alone.
+    """The uploads of this process: as many bytes at a time as the line carries within a tenth of a request's limit.
 
     The time in which a request is sent counts towards its limit. So if many share a slow line, none would be over in
-    time, and all would be sent again, for ever.
+    time, and all would be sent again, for ever. Uploads begin with ``_PART_BYTES`` in all, which doubles while they are
+    quick, as TCP does, since over a fast line to a server far away each waits for its answer most of the time.
     """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._free_bytes = _PART_BYTES
+        self._room_bytes = _PART_BYTES
+        self._sent_bytes = 0  # of all uploads in progress
 
     @contextmanager
-    def room_for(self, num_bytes: int) -> Generator[None]:
-        """Wait until an object of ``num_bytes`` may be sent, and take its room for the ``with`` block."""
-        taken = min(num_bytes, _PART_BYTES)
+    def room_for(self, num_bytes: int) -> Generator[int]:
+        """Wait until an object of ``num_bytes`` may be sent, alone if it is larger than the room.
+
+        Yield how many of its parts may be sent at a time.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: self._free_bytes >= taken)
-            self._free_bytes -= taken
+            self._changed.wait_for(lambda: not self._sent_bytes or self._sent_bytes + num_bytes <= self._room_bytes)
+            self._sent_bytes += num_bytes
+            num_parts = max(FEWEST_PARTS, self._room_bytes // _PART_BYTES)
+        began, is_quick = time.monotonic(), False
         try:
-            yield
+            yield num_parts
+            # Of a large object, it is the time of the parts that are sent together.
+            seconds = (time.monotonic() - began) * min(1.0, num_parts * _PART_BYTES / max(1, num_bytes))
+            is_quick = seconds < _QUICK_FRACTION * read_timeout_s()
         finally:
             with self._changed:
-                self._free_bytes += taken
+                if not is_quick:
+                    self._room_bytes = _PART_BYTES
+                elif 2 * self._sent_bytes > self._room_bytes:  # otherwise a slow line may be quick, too
+                    self._room_bytes = min(self._room_bytes + num_bytes, _MAX_ROOM_BYTES)
+                self._sent_bytes -= num_bytes
                 self._changed.notify_all()
 
 
@@ -216,10 +231,10 @@ class BucketStore(BucketConnection, Store):  # pyright: ignore[reportIncompatibl
         num_bytes = content.stat().st_size if isinstance(content, Path) else len(content)
 
         def request(client: ObjectStore) -> None:
-            with _sending.room_for(num_bytes):
+            with _sending.room_for(num_bytes) as num_parts:
                 self._check_owner(client)  # only now: the owner may have changed while this waited for room
                 try:
-                    client.put(path, content, chunk_size=_PART_BYTES, max_concurrency=PARTS_AT_A_TIME)
+                    client.put(path, content, chunk_size=_PART_BYTES, max_concurrency=num_parts)
                 except Exception as error:
                     if not is_transient(error):
                         self._check_owner(client)  # perhaps another owner has aborted this upload

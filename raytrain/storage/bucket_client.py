@@ -43,7 +43,7 @@ RETRIES: RetryConfig = {
         "base": 2,
     },
 }
-PARTS_AT_A_TIME = 4  # of a large upload. Many more would share a slow line, and each take longer than its limit
+FEWEST_PARTS = 4  # of a large upload that are sent at a time, also over a slow line
 _NO_RETRIES: RetryConfig = {**RETRIES, "max_retries": 0}
 _PAGE_CHECK_S = 5.0  # time in which the server must answer; after it, the check of its pages is left out
 
@@ -92,9 +92,9 @@ class BucketClient:
         options = client_options(cloud)
         if self._connection.request_s is not None:
             options["timeout"] = timedelta(seconds=self._connection.request_s)
-        if self._connection.multipart and isinstance(limit := options.get("read_timeout"), timedelta):
+        if self._connection.multipart:
             # The limit until the answer begins includes the time in which a part is sent, beside the others.
-            options["read_timeout"] = PARTS_AT_A_TIME * limit
+            options["read_timeout"] = timedelta(seconds=FEWEST_PARTS * read_timeout_s())
         return _OBSTORE_CLASSES[cloud.name](
             bucket,
             prefix=root.rstrip("/") or None,
@@ -147,6 +147,13 @@ class BucketClient:
         keys = None if cloud.unsigned else require_credentials(self._connection.credentials())
         assert keys is None or isinstance(keys, Credentials)
         return keys
+
+
+def read_timeout_s() -> float:
+    """Return the seconds within which the answer to a request must begin, and go on."""
+    limit = TIMEOUTS.get("read_timeout")
+    assert isinstance(limit, timedelta)
+    return limit.total_seconds()
 
 
 def client_options(cloud: Cloud) -> ClientConfig:

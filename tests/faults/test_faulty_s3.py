@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler
@@ -64,35 +65,51 @@ def test_all_data_arrives_despite_faults_and_without_a_flood_of_retries(
 
 
 class SlowLine:
-    """Delays each answer to a large upload, and counts the bytes of all uploads that are sent at the same time."""
+    """Delays each answer to an upload, and counts the bytes of all, and the parts, that are sent at the same time."""
 
-    def __init__(self) -> None:
-        self.bytes_at_once = self.max_bytes_at_once = 0
+    def __init__(self, part_s: float = 0.1, small_s: float = 0.1) -> None:
+        self._seconds = {True: part_s, False: small_s}
+        self._at_once = Counter[bool]()  # bytes by whether they are a part of a large upload
+        self.max_parts = self.max_small_bytes = 0
         self._lock = threading.Lock()
 
     def interfere(self, request: BaseHTTPRequestHandler, body: bytes) -> None:
         is_part = "partNumber" in request.path
-        self._count(0 if is_part else len(body))
-        time.sleep(1.0 if is_part else 0.02)
-        self._count(0 if is_part else -len(body))
-
-    def _count(self, num_bytes: int) -> None:
         with self._lock:
-            self.bytes_at_once += num_bytes
-            self.max_bytes_at_once = max(self.max_bytes_at_once, self.bytes_at_once)
+            self._at_once[is_part] += len(body)
+            self.max_small_bytes = max(self.max_small_bytes, self._at_once[False])
+            self.max_parts = max(self.max_parts, self._at_once[True] // (5 << 20))
+        time.sleep(self._seconds[is_part])
+        with self._lock:
+            self._at_once[is_part] -= len(body)
+
+
+def put_small(store: Store, num: int) -> None:
+    """Write ``num`` objects of 1 MiB, up to twenty at a time."""
+    with ThreadPoolExecutor(20) as pool:
+        list(pool.map(lambda number: store.put(f"small/{number}", bytes(1 << 20)), range(num)))
+    assert len(list(store.list("small"))) == num
 
 
 @pytest.mark.usefixtures("short_timeout")
 def test_uploads_over_a_slow_line_arrive(s3: S3Server, s3_url: str) -> None:
-    line, direct, small = SlowLine(), open_store(s3_url), bytes(1 << 20)
+    line, direct = SlowLine(part_s=1.0), open_store(s3_url)
     with faulty_s3(s3.endpoint_url, interfere=line.interfere) as proxy:
         store = open_store(s3_url, cloud=S3(proxy.url, "us-east-1"))
         store.put("large", bytes(12 << 20))  # Each part takes twice as long as the answer to another request may.
         assert direct.get("large") == bytes(12 << 20)
-        with ThreadPoolExecutor(20) as pool:
-            list(pool.map(lambda number: store.put(f"small/{number}", small), range(20)))
-        assert len(list(direct.list("small"))) == 20
-        assert 2 * len(small) <= line.max_bytes_at_once <= 5 * len(small)
+        put_small(store, 20)
+        assert 2 << 20 <= line.max_small_bytes <= 5 << 20
+
+
+def test_uploads_over_a_fast_line_do_not_wait_for_each_other(s3: S3Server, s3_url: str) -> None:
+    line = SlowLine()
+    with faulty_s3(s3.endpoint_url, interfere=line.interfere) as proxy:
+        store = open_store(s3_url, cloud=S3(proxy.url, "us-east-1"))
+        put_small(store, 40)
+        assert line.max_small_bytes > 10 << 20
+        store.put("large", bytes(40 << 20))
+        assert line.max_parts > 4
 
 
 @pytest.mark.usefixtures("short_timeout")

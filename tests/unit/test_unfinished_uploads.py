@@ -99,10 +99,10 @@ def test_an_upload_that_has_waited_for_others_is_not_sent_if_the_owner_has_chang
     (tmp_path / "checkpoint").write_bytes(b"of the owner before")
 
     @contextmanager
-    def take_over_meanwhile(num_bytes: int) -> Iterator[None]:
+    def take_over_meanwhile(num_bytes: int) -> Iterator[int]:
         claim = dataclasses.replace(owner.claim, token="other", fence=9, host="elsewhere")
         bucket.client.put_object(Bucket=bucket.name, Key="runs/run/claim.json", Body=claim.to_json())
-        yield
+        yield 4
 
     store = open_store(f"{bucket.storage}/run")
     with claim_run(store, "run") as owner:
