@@ -6,15 +6,14 @@ into the metadata of the file.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
 from contextlib import suppress
 from typing import IO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raytrain.data.labels.label_columns import MOST_SPLITS, NO_LABELS, TEXT_TYPES, as_text, find_column
+from raytrain.data.labels.class_names import names_in_metadata, names_of_numbers
+from raytrain.data.labels.label_columns import MOST_SPLITS, TEXT_TYPES, as_text, find_column
 from raytrain.data.labels.label_formats import KEY_COLUMNS
 from raytrain.data.labels.part_names import is_part
 from raytrain.datasets.archive import (
@@ -23,7 +22,7 @@ from raytrain.datasets.archive import (
     ArchivedImages,
     with_suffix,
 )
-from raytrain.errors import UsageError, format_count
+from raytrain.errors import UsageError
 
 _ROWS_AT_A_TIME = 64
 _HOLE_ROWS = 8  # this many empty images in succession are a hole of zeros in the file, where content was lost
@@ -44,12 +43,7 @@ class ParquetArchive(Archive):
         self._check_types(schema, image_column, label_column)
 
         # If the metadata has names of classes, numeric labels are indices of these.
-        classes = list[str]()
-        label_type = schema.field(label_column).type
-        if pa.types.is_integer(label_type) or pa.types.is_floating(label_type):
-            with suppress(KeyError, TypeError, ValueError):
-                metadata = json.loads((schema.metadata or {})[b"huggingface"])
-                classes = [str(name) for name in metadata["info"]["features"][label_column]["names"]]
+        classes = names_in_metadata(schema, schema.field(label_column))
 
         # Read the columns that are needed, a few rows at a time.
         keys = iter(self._keys(parquet, image_column))
@@ -58,7 +52,9 @@ class ParquetArchive(Archive):
         num_rows = num_empty = 0  # rows read so far, and how many of the last ones are empty
         for batch in parquet.iter_batches(_ROWS_AT_A_TIME, columns=list(needed)):
             contents = batch.column(image_column).to_pylist()
-            labels = as_text(batch.column(label_column)).to_pylist()
+            numbers = batch.column(label_column)
+            named = names_of_numbers(numbers.to_pylist(), classes, self.name) if classes else None
+            labels = named or as_text(numbers).to_pylist()
             splits = [""] * len(labels) if split_column is None else as_text(batch.column(split_column)).to_pylist()
             for content, label, split in zip(contents, labels, splits, strict=True):
                 key = next(keys)
@@ -78,25 +74,7 @@ class ParquetArchive(Archive):
                     self.left_out["rows without the bytes of an image"] += 1
                     continue
 
-                yield ArchivedImage(
-                    with_suffix(key, content), content, self._class_name(label or "", classes), split or ""
-                )
-
-    def _class_name(self, label: str, classes: Sequence[str]) -> str:
-        """Return the name in ``classes`` whose number is ``label``; without such names, ``label`` itself.
-
-        Raises UsageError if the number has no name.
-        """
-        # Hugging Face writes -1 for the hidden labels of test images. Beside names, that would be a class.
-        if label == "-1" and classes:
-            return ""
-        if not classes or label in NO_LABELS:
-            return label
-        if not label.isdecimal() or int(label) >= len(classes):
-            raise UsageError(
-                f"{self.name} has the label {label}, and names of {format_count(len(classes), 'class')}; correct it."
-            )
-        return classes[int(label)]
+                yield ArchivedImage(with_suffix(key, content), content, label or "", split or "")
 
     def _check_types(self, schema: pa.Schema, image_column: str, label_column: str) -> None:
         """Raise UsageError unless images are bytes, or structs with bytes, and labels single values."""

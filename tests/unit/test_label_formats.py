@@ -303,6 +303,19 @@ def test_lists_of_labels_are_several_classes_if_that_is_asked_for(suffix: str, t
         read(tmp_path, f"labels{suffix}", content)
 
 
+def test_numbers_in_parquet_are_the_classes_that_its_metadata_names(tmp_path: Path) -> None:
+    table = pa.table({"file_name": ["a.jpg", "b.jpg", "c.jpg", "d.jpg"], "label": [1, 0, -1, None], "age": range(4)})
+    features = {"label": {"names": ["cat", "dog"], "_type": "ClassLabel"}, "age": {"_type": "Value"}}
+    metadata = {"huggingface": json.dumps({"info": {"features": features}})}
+    pq.write_table(table.replace_schema_metadata(metadata), tmp_path / "hub.parquet")
+    content = (tmp_path / "hub.parquet").read_bytes()
+    assert read(tmp_path, "a.parquet", content) == {"a.jpg": "dog", "b.jpg": "cat", "c.jpg": "", "d.jpg": ""}
+    table = table.set_column(1, "label", pa.array([1, 0, 2, None]))
+    pq.write_table(table.replace_schema_metadata(metadata), tmp_path / "hub.parquet")
+    with pytest.raises(UsageError, match=r"^The label file \S+ has the label 2, and names of 2 classes; correct it.$"):
+        read(tmp_path, "a.parquet", (tmp_path / "hub.parquet").read_bytes())
+
+
 def coco(**changes: Any) -> str:
     document = {
         "images": [{"id": 7, "file_name": "a.jpg", "site": "x"}, {"id": 8, "file_name": "b.jpg", "site": "y"}],

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import unicodedata
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
+
+import pyarrow as pa
 
 from raytrain.data.labels.listing import first_names
 from raytrain.errors import UsageError, format_count
@@ -35,6 +39,36 @@ def plain_booleans(labels: Sequence[str]) -> Sequence[str]:
     ['true', 'false', '']
     """
     return [label.lower() for label in labels] if set(labels) <= {*BOOLEANS, ""} else labels
+
+
+def names_in_metadata(schema: pa.Schema, field: pa.Field) -> list[str]:
+    """Return the names of the classes whose numbers a column of a Parquet file holds; none for any other column.
+
+    Hugging Face's datasets writes them into the metadata of the file's ``schema``.
+    """
+    if pa.types.is_integer(field.type) or pa.types.is_floating(field.type):
+        with suppress(KeyError, TypeError, ValueError):
+            metadata = json.loads((schema.metadata or {})[b"huggingface"])
+            return [str(name) for name in metadata["info"]["features"][field.name]["names"]]
+    return []
+
+
+def names_of_numbers(numbers: Sequence[float | None], names: Sequence[str], owner: str) -> list[str]:
+    """Return the name in ``names`` of each number, empty for a missing one and for -1, as of hidden test labels.
+
+    Raises UsageError, a sentence about the ``owner`` of the numbers, if one has no name.
+
+    >>> names_of_numbers([1, -1, None], ["cat", "dog"], "labels.parquet")
+    ['dog', '', '']
+    """
+    name_of = dict(enumerate(names)) | {-1: "", None: ""}
+    labels = [name_of.get(None if number != number else number) for number in numbers]  # NaN is unequal to itself
+    if None in labels:
+        raise UsageError(
+            f"{owner} has the label {numbers[labels.index(None)]}, and names of {format_count(len(names), 'class')}; "
+            "correct it."
+        )
+    return [label for label in labels if label is not None]
 
 
 def check_classes(present: tuple[str, ...], classes: tuple[str, ...] | None, url: str, num_images: int) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Set
 
 import pyarrow as pa
 
+from raytrain.data.labels.class_names import names_in_metadata, names_of_numbers
 from raytrain.data.labels.label_csv import read_lines
 from raytrain.data.labels.label_json import read_json, with_columns_of_objects
 from raytrain.data.labels.listing import LFS_POINTER
@@ -76,10 +77,12 @@ def read_table(url: str, key_names: Set[str], label_names: Set[str], option: str
             table = read_columns(content)
             while any(map(pa.types.is_struct, table.schema.types)):
                 table = table.flatten()
-            return table
+            return _with_class_names(table, url)
         if suffix.startswith(".json"):
             return read_json(text, suffix, key_names, label_names)
         return with_columns_of_objects(read_lines(text, suffix, key_names), label_names)
+    except UsageError:
+        raise
     except KeyError as error:
         reason = f"there is no {error}"
     except (TypeError, AttributeError):  # a text where an object should be, say: Python's words would not help
@@ -87,6 +90,18 @@ def read_table(url: str, key_names: Set[str], label_names: Set[str], option: str
     except (ValueError, OSError, RecursionError) as error:
         reason = str(error).partition("\n")[0].rstrip(".")
     raise UsageError(f"The label file {url} cannot be read as a table ({reason}); correct the file.")
+
+
+def _with_class_names(table: pa.Table, url: str) -> pa.Table:
+    """Return a table with the names of classes in place of their numbers where the metadata of the file has the names.
+
+    Raises UsageError if a number has no name.
+    """
+    for index, field in enumerate(table.schema):
+        if names := names_in_metadata(table.schema, field):
+            labels = names_of_numbers(table.column(index).to_pylist(), names, f"The label file {url}")
+            table = table.set_column(index, field.name, pa.array(labels, pa.string()))
+    return table
 
 
 def _decode_text(url: str, content: bytes) -> str:
