@@ -38,6 +38,9 @@ _ERRORS_OF_EXCEL = {"#N/A", "#REF!", "#VALUE!", "#NAME?", "#DIV/0!", "#NULL!", "
 NO_LABELS = frozenset({"", "NaN", "nan", "<NA>", "N/A", "n/a", "null", "NULL", "None", *_ERRORS_OF_EXCEL})
 """Texts that programs write in place of a missing value."""
 
+ONE_CLASS_EACH = "write a label file in which one column, called label, has the name of the class"
+"""What to do if an image has one class, and a table has a column of 0 and 1 for each."""
+
 _MOST_SHOWN = 10  # columns of 0 and 1 in a sentence
 MOST_SPLITS = 20  # a column with as many different texts is about something else than splits
 TEXT_TYPES = (pa.string(), pa.large_string(), pa.string_view())
@@ -254,6 +257,9 @@ def labels_of(table: pa.Table, url: str, columns: LabelColumns) -> list[str]:
         if len(flags) > 1:
             shown = " ".join(map(shlex.quote, flags[:_MOST_SHOWN])) + (" …" if len(flags) > _MOST_SHOWN else "")
             advice = f"name the right one with --label-column, or the classes among those of 0 and 1: {shown}"
+            rows = zip(*(texts_of(table, url, name).to_pylist() for name in flags), strict=True)
+            if all(sum(_FLAGS[value.lower()] == "1" for value in row) == 1 for row in rows):
+                advice += f"; each row has exactly one 1 in these, so rather {ONE_CLASS_EACH}"
     label_name = next(iter(columns.label), None)
     name = column_called(table.column_names, url, option, label_name, LABEL_COLUMNS, advice=advice)
     labels: list[str] = texts_of(table, url, name, may_be_lists=True).to_pylist()

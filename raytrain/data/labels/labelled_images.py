@@ -16,7 +16,7 @@ from raytrain.config import TrainConfig
 from raytrain.data.labels.class_names import check_classes, report_alike
 from raytrain.data.labels.folders import build_manifest, build_manifests, top_folders
 from raytrain.data.labels.hold_out import HELD_OUT_FRACTION, check_can_split, hold_out, hold_out_fold
-from raytrain.data.labels.label_columns import JOINED, is_whole_number
+from raytrain.data.labels.label_columns import JOINED, ONE_CLASS_EACH, is_whole_number
 from raytrain.data.labels.label_file import LabelTable, own_label_table
 from raytrain.data.labels.listing import ends_like_image, first_names
 from raytrain.data.labels.manifest import Manifest, list_images
@@ -325,6 +325,12 @@ def labelled(
         _report_fractions(present, table.url)
         if not are_joined:
             _report_compound_labels(present, table.url)
+            if table.classes is not None and all(name and JOINED not in name for name in names):
+                sentence = (
+                    "Each image that %s labels has exactly one class, and the options allow several or none, for which "
+                    "loss and figures are others; if one class each is meant, omit --label-separator, or %s."
+                )
+                _log.warning(sentence, table.url, ONE_CLASS_EACH)
     classes = classes or present
 
     # With one class for each image, a label is the number of the class.
