@@ -147,6 +147,15 @@ def test_numbered_folders_of_one_part_are_used_together(tmp_path: Path, caplog: 
     assert "Not used" in caplog.text and "8 images in train2/" in caplog.text
 
 
+def test_two_kinds_of_training_images_are_refused_and_not_half_of_them_used(tmp_path: Path) -> None:
+    places = [f"{part}/{name}" for part in ("train_sim", "train_real", "test_real") for name in ("cat", "dog")]
+    tree(tmp_path / "a", *places)
+    with pytest.raises(UsageError, match=r"training images, train_real, train_sim; .* --data \S+/train_real --valid"):
+        opened(tmp_path / "a")
+    places = [f"{part}/{name}" for part in ("train", "train_small", "val") for name in ("cat", "dog")]
+    assert len(opened(tree(tmp_path / "b", *places)).train) == 8, "one of them says nothing but the part"
+
+
 @pytest.mark.parametrize("layout", ["{part}/{name}", "{name}/{part}"])
 def test_three_folders_are_three_parts(layout: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     parts = [layout.format(part=part, name=name) for part in ("train", "val", "test") for name in ("cat", "dog")]

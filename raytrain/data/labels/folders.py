@@ -37,6 +37,7 @@ from raytrain.data.labels.manifest import Manifest, open_packed, unlabelled
 from raytrain.data.labels.part_names import (
     HELD_OUT,
     Part,
+    is_bare_part,
     is_held_out,
     is_part,
     is_training,
@@ -278,6 +279,11 @@ def _parts_above_classes(paths: list[tuple[str, ...]], tops: set[str], url: str)
     if numbered := numbered_names(names_of):
         _log.warning("The folders %s of %s are used as one, %s/.", first_names(numbered), url, numbered[0])
         paths = [(numbered[0], *path[1:]) if path and path[0] in numbered else path for path in paths]
+    elif len(names_of["train"]) > 1 and not any(map(is_bare_part, names_of["train"])):
+        raise UsageError(
+            f"{url} contains several folders of training images, {first_names(names_of['train'])}; put the images to "
+            f"train on into one of them, or give {_options_of_parts(url.rstrip('/'), folder_of)}."
+        )
     classes_in = {
         folder: {below[0] for path, below in zip(paths, below_parts, strict=True) if below and path[0] == folder}
         for folder in (train, *held_out)

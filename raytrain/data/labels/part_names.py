@@ -36,6 +36,14 @@ def is_part(name: str) -> bool:
     return is_training(name) or is_held_out(name)
 
 
+def is_bare_part(name: str) -> bool:
+    """Return True if a name says a part and nothing else but a number, as ``train`` and ``train_2`` do.
+
+    Folders such as ``train_sim`` and ``train_real`` are two kinds of training images.
+    """
+    return any(kind.fullmatch(_NUMBER.sub("", name.lower())) for kind in (_TRAIN, _VALIDATION, _TEST))
+
+
 def names_of_parts(names: Iterable[str]) -> dict[Part, tuple[str, ...]]:
     """Return the sorted names that mean each part; a part without names is left out.
 
