@@ -653,7 +653,13 @@ def test_one_class_is_refused_with_the_number_of_its_images(images: Path, tmp_pa
 
 
 @pytest.mark.parametrize(
-    "texts", [("['a']", "['b', 'b']"), ('["a"]', '["b"]'), ('{"animal": "a"}', '{"animal":["b"]}')]
+    "texts",
+    [
+        ("['a']", "['b', 'b']"),
+        ('["a"]', '["b"]'),
+        ('{"animal": "a"}', '{"animal":["b"]}'),
+        ('[{"name": "a"}]', '[{"name": "b"}, {"name": "b"}]'),
+    ],
 )
 def test_a_list_of_one_label_is_that_class(texts: tuple[str, str], images: Path, tmp_path: Path) -> None:
     rows = rows_of(images, label=lambda number: texts[number % 2])

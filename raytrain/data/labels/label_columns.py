@@ -296,15 +296,17 @@ def _items(label: str, separator: str | None) -> list[str]:
     A list is one of Arrow's (see :func:`texts_of`), or a text in which JSON or Python writes a list, or an object, as
     many programs do that export CSV.
 
-    >>> _items("['cat', 'dog']", None), _items('{"animal": "cat"}', None), _items("cat|dog", "|")
+    >>> _items("['cat', 'dog']", None), _items('[{"name": "cat"}]', None), _items("cat|dog", "|")
     (['cat', 'dog'], ['cat'], ['cat', 'dog'])
     """
     if JOINED in label:
         return label.removesuffix(JOINED).split(JOINED)
     value = parsed_text(label)
     if isinstance(value, (dict, list)):
-        values = value.values() if isinstance(value, dict) else [value]
-        items = [item for value in values for item in (value if isinstance(value, list) else [value])]
+        items: list[Any] = [value]
+        while any(isinstance(item, (dict, list)) for item in items):
+            lists = [list(item.values()) if isinstance(item, dict) else item for item in items]
+            items = [inner for item in lists for inner in (item if isinstance(item, list) else [item])]
         if all(isinstance(item, (str, int)) for item in items):
             return [text for item in items if (text := composed(str(item).strip()))]
     if separator is None:
