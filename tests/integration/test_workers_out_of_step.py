@@ -160,7 +160,7 @@ def coordinator(tmp_path: Path) -> Coordinator:
 @pytest.fixture
 def calls(coordinator: Coordinator) -> Iterator[CallAddress]:
     with tempfile.TemporaryDirectory() as folder:
-        server = CallServer(Path(folder), [coordinator.note_wait, coordinator.ending, coordinator.give_up])
+        server = CallServer(Path(folder), coordinator)
         yield server.address
         server.close()
 

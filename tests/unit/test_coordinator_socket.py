@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
-import re
 import threading
 from multiprocessing import AuthenticationError
 from pathlib import Path
@@ -12,9 +10,7 @@ from pathlib import Path
 import pytest
 
 from raytrain.errors import UsageError
-from raytrain.launch.coordinator import Coordinator
-from raytrain.launch.local.coordinator_socket import Caller, CallServer, calls_of_workers
-from raytrain.storage.open import open_store
+from raytrain.launch.local.coordinator_socket import Caller, CallServer
 
 
 class Target:
@@ -28,7 +24,7 @@ class Target:
 
 
 def test_a_call_returns_what_the_function_returns_or_raises_what_it_raises(tmp_path: Path) -> None:
-    server = CallServer(tmp_path, [Target().add, Target().refuse])
+    server = CallServer(tmp_path, Target())
     call = Caller(server.address)
     assert call(Target.add, 2, 3) == 5
     with pytest.raises(UsageError, match="--model is wrong"):
@@ -36,26 +32,8 @@ def test_a_call_returns_what_the_function_returns_or_raises_what_it_raises(tmp_p
     server.close()
 
 
-def test_a_method_that_is_not_offered_is_not_called(tmp_path: Path) -> None:
-    server = CallServer(tmp_path, [Target().add])
-    call = Caller(server.address)
-    with pytest.raises(KeyError, match="refuse"):
-        call(Target.refuse)
-    assert call(Target.add, 2, 3) == 5
-    server.close()
-
-
-def test_all_that_a_worker_reports_may_be_called(tmp_path: Path) -> None:
-    """The methods of the reporter and of the agent name those of the coordinator in their code."""
-    from raytrain.launch.local import agent  # imports torch
-
-    used = set(re.findall(r"call\w*\(Coordinator\.(\w+)", inspect.getsource(agent)))
-    coordinator = Coordinator("run", open_store(str(tmp_path)), num_steps=1, steps_per_epoch=1)
-    assert used == {method.__name__ for method in calls_of_workers(coordinator)}
-
-
 def test_a_stranger_is_turned_away_and_hurts_nobody(tmp_path: Path) -> None:
-    server = CallServer(tmp_path, [Target().add, Target().refuse])
+    server = CallServer(tmp_path, Target())
     with pytest.raises(AuthenticationError):
         Caller(dataclasses.replace(server.address, key=b"guessed"))
     assert Caller(server.address)(Target.add, 1, 1) == 2
@@ -63,7 +41,7 @@ def test_a_stranger_is_turned_away_and_hurts_nobody(tmp_path: Path) -> None:
 
 
 def test_a_server_that_just_stopped_accepting_closes(tmp_path: Path) -> None:
-    server = CallServer(tmp_path, [Target().add, Target().refuse])
+    server = CallServer(tmp_path, Target())
     server._closed = True  # pyright: ignore[reportPrivateUsage] ; as close() does, when a connection was just accepted
     Caller(server.address)
     server._thread.join()  # pyright: ignore[reportPrivateUsage]
@@ -71,7 +49,7 @@ def test_a_server_that_just_stopped_accepting_closes(tmp_path: Path) -> None:
 
 
 def test_the_key_is_not_shown(tmp_path: Path) -> None:
-    server = CallServer(tmp_path, [Target().add, Target().refuse])
+    server = CallServer(tmp_path, Target())
     assert str(server.address.key) not in repr(server.address)
     server.close()
 
@@ -89,7 +67,7 @@ def test_a_worker_whose_driver_was_killed_says_nothing_before_it_is_ended(
 
     raised: list[threading.ExceptHookArgs] = []
     monkeypatch.setattr(threading, "excepthook", raised.append)
-    server = CallServer(tmp_path, [Killed().wait_for_stop_request])
+    server = CallServer(tmp_path, Killed())
     reporter = SocketReporter(server.address)
     reporter.watch_for_stop()
     for thread in threading.enumerate():

@@ -18,9 +18,9 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, cast
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import torch
 import torch._dynamo
@@ -40,13 +40,14 @@ from raytrain.launch.script_end import ends_as_a_script
 from raytrain.loader.machine import cores
 from raytrain.loader.machine_batches import MachineBatches
 from raytrain.loader.transform_processes import transformed
-from raytrain.monitor.events import Event, Note
-from raytrain.runs.machine_history import MachineUse
-from raytrain.runs.metric_row import MetricRow, SkippedImage, SuspiciousLabel
+from raytrain.monitor.events import Note
 from raytrain.runs.outcome import Outcome
 from raytrain.training.assembly import load_initial_weights, make_run, train_run
 from raytrain.training.run_spec import RunSpec
 from raytrain.training.script_logging import LoggedRecord, log_as
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _SHUTDOWN_S = 5  # that workers have to end after SIGTERM
 _POLL_S = 20.0  # after which a worker asks again whether the run is to stop
@@ -271,6 +272,15 @@ def _train(spec: RunSpec, inputs: WorkerInputs, rank: int, reporter: SocketRepor
             return train_run(spec, make_run(spec, images, reporter, device, weights))
 
 
+def _passed_on(method: Callable[Concatenate[Coordinator, P], T]) -> Callable[Concatenate[SocketReporter, P], T]:
+    """Return the method of a SocketReporter that calls ``method`` of the coordinator."""
+
+    def call(self: SocketReporter, *arguments: P.args, **options: P.kwargs) -> T:
+        return self._call(method, *arguments, **options)
+
+    return call
+
+
 class SocketReporter:
     """A worker's :class:`raytrain.training.protocols.Reporter`: calls the coordinator in the driver, over a socket.
 
@@ -284,28 +294,35 @@ class SocketReporter:
         self._call_slowly = Caller(calls)  # storage may hang, and a step must not wait for it
         self._stop_requested = threading.Event()
 
-    # Reports and questions of training.
+    # Training.
+    note_start = _passed_on(Coordinator.note_start)
+    record = _passed_on(Coordinator.record)
+    note_machine_use = _passed_on(Coordinator.note_machine_use)
+    note_event = _passed_on(Coordinator.note_event)
+    note_wait = _passed_on(Coordinator.note_wait)
+    replace_suspicious_labels = _passed_on(Coordinator.replace_suspicious_labels)
 
-    def note_start(self, num_workers: int, step: int, measures_again: bool = False) -> None:
-        self._call(Coordinator.note_start, num_workers, step, measures_again)
+    # The decoding processes.
+    note_skipped = _passed_on(Coordinator.note_skipped)
+    note_retries = _passed_on(Coordinator.note_retries)
+    note_decoded_on_cpu = _passed_on(Coordinator.note_decoded_on_cpu)
 
-    def record(self, row: MetricRow) -> None:
-        self._call(Coordinator.record, row)
-
-    def note_machine_use(self, use: MachineUse) -> None:
-        self._call(Coordinator.note_machine_use, use)
-
-    def note_event(self, event: Event) -> None:
-        self._call(Coordinator.note_event, event)
-
-    def note_wait(self, rank: int, num_workers: int, place: str | None) -> None:
-        self._call(Coordinator.note_wait, rank, num_workers, place)
-
-    def replace_suspicious_labels(self, labels: Sequence[SuspiciousLabel]) -> None:
-        self._call(Coordinator.replace_suspicious_labels, labels)
+    # The beginning and the end of this worker.
+    note_checked = _passed_on(Coordinator.note_checked)
+    conclude = _passed_on(Coordinator.conclude)
+    give_up = _passed_on(Coordinator.give_up)
+    note_worker_failure = _passed_on(Coordinator.note_worker_failure)
 
     def flush(self) -> None:
         self._call_slowly(Coordinator.flush)
+
+    def note_debugger(self, is_open: bool) -> None:
+        self._call_slowly(Coordinator.note_debugger, is_open)  # a person types meanwhile
+
+    def logged(self, record: LoggedRecord) -> None:
+        """Have the driver write ``record`` into the files of its loggers."""
+        with suppress(EOFError, OSError):  # the driver was killed, and the agent ends its workers
+            self._call(Coordinator.add_printed, [record])  # which takes printed lines and log records
 
     def stop_requested(self) -> bool:
         return self._stop_requested.is_set()
@@ -313,41 +330,6 @@ class SocketReporter:
     def checkpoint_requested(self) -> bool:
         """Return False: there are only the checkpoints that the options ask for."""
         return False
-
-    # Reports of the decoding processes.
-
-    def note_skipped(self, images: Sequence[SkippedImage]) -> None:
-        self._call(Coordinator.note_skipped, images)
-
-    def note_retries(self, num_requests: int) -> None:
-        self._call(Coordinator.note_retries, num_requests)
-
-    def note_decoded_on_cpu(self, num_images: int, reason: str) -> None:
-        self._call(Coordinator.note_decoded_on_cpu, num_images, reason)
-
-    def logged(self, record: LoggedRecord) -> None:
-        """Have the driver write ``record`` into the files of its loggers."""
-        with suppress(EOFError, OSError):  # the driver was killed, and the agent ends its workers
-            self._call(Coordinator.add_printed, [record])  # which takes printed lines and log records
-
-    # A report of the debugger, in which the loop waits for a person.
-
-    def note_debugger(self, is_open: bool) -> None:
-        self._call_slowly(Coordinator.note_debugger, is_open)
-
-    # Reports of work() on the beginning and the end of this worker.
-
-    def note_checked(self) -> None:
-        self._call(Coordinator.note_checked)
-
-    def conclude(self, outcome: Outcome) -> None:
-        self._call(Coordinator.conclude, outcome)
-
-    def give_up(self, error: RaytrainError, trace: str, rank: int) -> bool:
-        return self._call(Coordinator.give_up, error, trace, rank)
-
-    def note_worker_failure(self, rank: int, reason: str, trace: str) -> None:
-        self._call(Coordinator.note_worker_failure, rank, reason, trace)
 
     def watch_for_stop(self) -> None:
         """Start a thread that waits for a request to stop; from then on, :meth:`stop_requested` returns True."""

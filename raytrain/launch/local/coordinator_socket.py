@@ -5,15 +5,13 @@ from __future__ import annotations
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
-
-from raytrain.launch.coordinator import Coordinator
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -27,43 +25,15 @@ class CallAddress:
     key: bytes = field(repr=False)
 
 
-def calls_of_workers(coordinator: Coordinator) -> list[Callable[..., object]]:
-    """Return the methods of ``coordinator`` that workers and the agent may call."""
-    return [
-        # The beginning and the end of the workers.
-        coordinator.note_start,
-        coordinator.note_checked,
-        coordinator.conclude,
-        coordinator.give_up,
-        coordinator.note_worker_failure,
-        coordinator.note_lost_workers,
-        # Training.
-        coordinator.record,
-        coordinator.flush,
-        coordinator.note_event,
-        coordinator.note_machine_use,
-        coordinator.note_wait,
-        coordinator.note_debugger,
-        coordinator.replace_suspicious_labels,
-        coordinator.wait_for_stop_request,
-        # Reading and decoding.
-        coordinator.note_skipped,
-        coordinator.note_retries,
-        coordinator.note_decoded_on_cpu,
-        # Records of loggers.
-        coordinator.add_printed,
-    ]
-
-
 class CallServer:
-    """Answers calls of ``methods`` by their names at a socket in ``folder``, each connection in a thread of its own.
+    """Answers calls of the methods of ``target`` at a socket in ``folder``, each connection in a thread of its own.
 
     A :class:`Caller` makes such calls. ``address`` is what it needs. An exception of a method is sent to the caller.
     """
 
-    def __init__(self, folder: Path, methods: Iterable[Callable[..., object]]) -> None:
+    def __init__(self, folder: Path, target: object) -> None:
         self.address = CallAddress(str(folder / "calls"), secrets.token_bytes(32))
-        self._methods = {method.__name__: method for method in methods}
+        self._target = target
         self._closed = False
         self._listener = Listener(self.address.path, family="AF_UNIX", backlog=64, authkey=self.address.key)
         self._thread = threading.Thread(target=self._accept, daemon=True, name="calls")
@@ -91,7 +61,7 @@ class CallServer:
             while True:
                 name, arguments, options = connection.recv()
                 try:
-                    answer = (self._methods[name](*arguments, **options), None)
+                    answer = (getattr(self._target, name)(*arguments, **options), None)
                 except Exception as error:
                     answer = (None, error)
                 connection.send(answer)

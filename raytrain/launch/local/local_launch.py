@@ -20,7 +20,7 @@ from raytrain.data.dataset import Dataset
 from raytrain.errors import CoordinatorLost, RaytrainError, current_folder, some_of
 from raytrain.launch.coordinator import Coordinator
 from raytrain.launch.debugger import terminal_of_command
-from raytrain.launch.local.coordinator_socket import CallAddress, CallServer, calls_of_workers
+from raytrain.launch.local.coordinator_socket import CallAddress, CallServer
 from raytrain.launch.placement import machine_hardware, place
 from raytrain.launch.prepare import PreparedRun
 from raytrain.loader.choose_cache import ImageCache, image_cache, keeps_shared
@@ -64,7 +64,7 @@ class LocalLaunch:
             folder = opened.enter_context(TemporaryFolder())
             is_long = len(os.fsencode(folder)) > _MAX_SOCKET_FOLDER
             socket_folder = opened.enter_context(TemporaryFolder("/tmp")) if is_long else folder
-            calls = CallServer(socket_folder, calls_of_workers(self._coordinator))
+            calls = CallServer(socket_folder, self._coordinator)
             opened.callback(calls.close)
 
             # The workers' images. Runs that train on the same images at the same time share a cache, if it fits.
