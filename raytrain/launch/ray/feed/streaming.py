@@ -104,14 +104,6 @@ def feeder_of(stream: Stream, rank: int, num_feeders: int) -> int:
     return rank * num_feeders // stream.num_workers
 
 
-class _Queue:
-    """The blocks that wait for one worker, and a condition that wakes only this worker."""
-
-    def __init__(self, lock: threading.RLock) -> None:
-        self.blocks: deque[Any] = deque()
-        self.changed = threading.Condition(lock)
-
-
 class StreamQueues:
     """Bounded queues of blocks, one for each worker of a stream. Any number of threads may call its methods.
 
@@ -120,9 +112,8 @@ class StreamQueues:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._taken = threading.Condition(self._lock)  # wakes the threads that fill the queues
-        self._queues: dict[Stream, dict[int, _Queue]] = {}
+        self._changed = threading.Condition()  # wakes all of the few threads that wait, to take or to push
+        self._queues: dict[Stream, dict[int, deque[Any]]] = {}  # by rank
         self._failures: dict[Stream, str] = {}
         self._newest: dict[str, tuple[int, int]] = {}  # by data set: the :attr:`Stream.age` of its newest stream
         self._closed = False
@@ -132,7 +123,7 @@ class StreamQueues:
 
         Raises RuntimeError if a newer stream has ended this one, or if all are closed.
         """
-        with self._lock:
+        with self._changed:
             if stream in self._queues:
                 return False
             # Refuse a worker of an earlier attempt, which may still ask after the next attempt has begun to read.
@@ -142,19 +133,20 @@ class StreamQueues:
                 raise RuntimeError(_ENDED)
             for older in list(self._queues):
                 if older.dataset == stream.dataset or older.attempt < stream.attempt:
-                    self._wake(self._queues.pop(older))
+                    del self._queues[older]
             self._newest[stream.dataset] = stream.age
-            self._queues[stream] = {rank: _Queue(self._lock) for rank in ranks}
+            self._queues[stream] = {rank: deque() for rank in ranks}
+            self._changed.notify_all()
             return True
 
     def push(self, stream: Stream, rank: int, block: Any, depth: int) -> bool:
         """Queue a block for a worker once fewer than ``depth`` are queued; return False if the stream has ended."""
-        with self._lock:
-            self._taken.wait_for(lambda: stream not in self._queues or len(self._queues[stream][rank].blocks) < depth)
+        with self._changed:
+            self._changed.wait_for(lambda: stream not in self._queues or len(self._queues[stream][rank]) < depth)
             if stream not in self._queues:
                 return False
-            self._queues[stream][rank].blocks.append(block)
-            self._queues[stream][rank].changed.notify_all()
+            self._queues[stream][rank].append(block)
+            self._changed.notify_all()
             return True
 
     def take(self, stream: Stream, rank: int, timeout_s: float) -> list[Any]:
@@ -162,39 +154,31 @@ class StreamQueues:
 
         Raises RuntimeError if a newer stream has begun, and RaytrainError if this one has failed.
         """
-        with self._lock:
-            queue = self._queues.get(stream, {}).get(rank) or _Queue(self._lock)  # an empty one if the stream has ended
-            queue.changed.wait_for(
-                lambda: stream not in self._queues or queue.blocks or stream in self._failures, timeout_s
+        with self._changed:
+            self._changed.wait_for(
+                lambda: stream not in self._queues or self._queues[stream][rank] or stream in self._failures, timeout_s
             )
             if stream not in self._queues:
                 raise RuntimeError(_ENDED)
-            blocks = list(queue.blocks)
+            blocks = list(self._queues[stream][rank])
             if not blocks and stream in self._failures:
                 raise RaytrainError(self._failures[stream])
-            queue.blocks.clear()
-            self._taken.notify_all()
+            self._queues[stream][rank].clear()
+            self._changed.notify_all()
             return blocks
 
     def fail(self, stream: Stream, reason: str) -> None:
         """End a stream early: after the queued blocks, :meth:`take` raises RaytrainError with the reason."""
-        with self._lock:
+        with self._changed:
             self._failures[stream] = reason
-            self._wake(self._queues.get(stream, {}))
+            self._changed.notify_all()
 
     def close(self) -> None:
         """End all streams."""
-        with self._lock:
+        with self._changed:
             self._closed = True
-            for queues in self._queues.values():
-                self._wake(queues)
             self._queues.clear()
-
-    def _wake(self, queues: dict[int, _Queue]) -> None:
-        """Wake all threads that wait for these queues, to take or to push; they look at what has changed."""
-        for queue in queues.values():
-            queue.changed.notify_all()
-        self._taken.notify_all()
+            self._changed.notify_all()
 
 
 class StreamFeeder(StreamQueues):
