@@ -11,6 +11,7 @@ import re
 import shlex
 from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
 from tyro import _errors as events  # pyright: ignore[reportPrivateUsage]
@@ -31,77 +32,111 @@ _KINDS = {"INT": "a whole number", "FLOAT": "a number", "STR": "a value"}  # by 
 _MAX_COMMANDS = 2  # that an error names because they have an option
 
 
-@contextmanager
-def as_usage_errors(
-    argv: Sequence[str],
-    flags: Collection[str],
-    commands_with: Callable[[str], Sequence[str]],
-    sent_command: Sequence[str] = (),
-) -> Generator[None]:
-    """Raise UsageError instead of tyro's error box for the words ``argv``.
+@dataclass(frozen=True)
+class ParseErrors:
+    """Makes sentences of the mistakes in the words ``argv`` of a command line.
 
-    For the sentence about an unknown flag: it may be a misspelling of one of ``flags``, and ``commands_with`` returns
-    the names of the commands that have the flag it is called with. ``sent_command`` is the command that ``submit`` got
-    without ``--`` before it.
+    An unknown flag may be a misspelling of one of ``flags``, which the command has. ``commands_with`` returns the names
+    of the commands that take a flag. ``sent_command`` is the command that ``submit`` got without ``--`` before it.
+
+    Example: ``with ParseErrors(argv, ["--json"], lambda flag: []).as_usage_errors(): tyro.cli(…)``
     """
 
-    def refuse(event: events.ParseErrorEvent) -> NoReturn:
-        if isinstance(event, events.UnrecognizedArgs) and sent_command and event.tokens[0] in sent_command:
-            unknown, _, _ = event.tokens[0].partition("=")
-            command = sent_command[0] if unknown == sent_command[0] else f"{sent_command[0]} {unknown}"
-            raise UsageError(
-                f"{unknown} belongs to the command that is sent, which needs -- before it: "
-                f"`raytrain submit -- {command} …`."
+    argv: Sequence[str]
+    flags: Collection[str]
+    commands_with: Callable[[str], Sequence[str]]
+    sent_command: Sequence[str] = ()
+
+    @contextmanager
+    def as_usage_errors(self) -> Generator[None]:
+        """Raise UsageError in this context, in which tyro would print a box and exit."""
+
+        def refuse(event: events.ParseErrorEvent) -> NoReturn:
+            raise UsageError(self._sentence(event))
+
+        with events.on_parse_error(refuse):
+            yield
+
+    def _sentence(self, event: events.ParseErrorEvent) -> str:
+        """Return the sentence for a mistake in a command line, which names the word or the argument."""
+        if isinstance(event, events.UnrecognizedArgs):
+            return self._sentence_on_unknown(event.tokens)
+        if isinstance(event, events.MissingArgs):
+            if event.unrecognized_tokens:  # probably the name of the missing argument, misspelt
+                return self._sentence_on_unknown(event.unrecognized_tokens)
+            command = f"{event.prog} {event.missing_arguments[0].source_parser.prog_suffix}".strip()
+            names = " and ".join(_name(missing.arg) for missing in event.missing_arguments)
+            return f"`{command}` needs {names}; see `{command} --help`."
+        if isinstance(event, events.MissingSubcommand):
+            names = [name for name in event.subcommand_spec.parser_from_name if name != "None"]
+            if set(RECIPES) & set(names):
+                return f"Images are missing: give --data FOLDER; a recipe may stand before it: {', '.join(names)}."
+            return f"Choose one of {', '.join(names)}."
+        if isinstance(event, events.BadValue):
+            form = _form(event.argument)
+            if not event.argument.is_positional():
+                one_value = _KINDS.get(form)
+                needed = f"{one_value} after it" if one_value else f"a value: {form.replace(',', ', ')}"
+                return f"{_name(event.argument)} needs {needed}."
+            # An option stands where the argument should: often its name in another command, as in `pack --data FOLDER`.
+            return f"{form} is missing; it is given without an option before it, as in `{event.prog} {form}`."
+        if isinstance(event, events.InvalidChoice):
+            hint = did_you_mean(event.value.lower(), event.choices)
+            return f"{_name(event.argument)} is {event.value!r}{hint}; it must be one of {', '.join(event.choices)}."
+        if isinstance(event, events.InstantiationFailure) and event.argument is not None:
+            # The value has the wrong type. The message ends with Python's reason: invalid literal for …: 'x'.
+            name, form = _name(event.argument), _form(event.argument)
+            reason = event.message.splitlines()[-1].removeprefix("- ").partition(" into tuple type ")[0]
+            if "input length " in reason:
+                return f"{name} must be {form}."
+            kind = _KINDS.get(form) or ("numbers" if re.search("FLOAT|INT", form) else form)
+            words = form.lower().split(",")  # which the message quotes, besides the value, if the option may be None
+            typed = " ".join(word for _, word in re.findall(r"""(['"])(.*?)\1""", reason) if word not in words)
+            return f"{name} is {typed!r}; it must be {kind.replace(',', ', ')}."
+        return f"The options are not understood ({type(event).__name__}); see `{event.prog} --help`."
+
+    def _sentence_on_unknown(self, words: Sequence[str]) -> str:
+        """Return the sentence about the first of the unknown ``words``; the others may be its values."""
+        word = words[0]
+        name = word.partition("=")[0]
+        if word in self.sent_command:
+            command = self.sent_command[0]
+            shown = command if name == command else f"{command} {name}"
+            return (
+                f"{name} belongs to the command that is sent, which needs -- before it: `raytrain submit -- {shown} …`."
             )
-        raise UsageError(_sentence(event, argv, flags, commands_with))
+        if word in RECIPES:
+            return f"{word} is a recipe, which comes first, as in `raytrain train {word} --data FOLDER`."
 
-    with events.on_parse_error(refuse):
-        yield
+        # A word that is no flag.
+        if not word.startswith("-"):
+            advice = "if it belongs to the one before, put quotes around both"
+            if "--data" in self.flags and os.path.isfile(os.path.join(word, CONFIG)):
+                storage, _, run = word.rstrip("/").rpartition("/")
+                advice = f"a run is given as {shlex.join(['--name', run, '--storage', storage or '.'])}"
+            elif folder := _folder_of_several(self.argv, word):
+                option, path = folder
+                advice = f"{option} takes one folder, with all images below it, such as {option} {shlex.quote(path)}"
+            elif "--data" in self.flags:
+                advice = how_given(word) or advice
+            return f"There is one argument too many: {word!r}; {advice}."
 
-
-def _sentence(
-    event: events.ParseErrorEvent,
-    argv: Sequence[str],
-    flags: Collection[str],
-    commands_with: Callable[[str], Sequence[str]],
-) -> str:
-    """Return the sentence for a mistake in a command line, which names the word or the argument."""
-    if isinstance(event, events.UnrecognizedArgs):
-        return _sentence_on_unknown(event.tokens, argv, flags, commands_with)
-    if isinstance(event, events.MissingArgs):
-        if event.unrecognized_tokens:  # probably the name of the missing argument, misspelt
-            return _sentence_on_unknown(event.unrecognized_tokens, argv, flags, commands_with)
-        command = f"{event.prog} {event.missing_arguments[0].source_parser.prog_suffix}".strip()
-        names = " and ".join(_name(missing.arg) for missing in event.missing_arguments)
-        return f"`{command}` needs {names}; see `{command} --help`."
-    if isinstance(event, events.MissingSubcommand):
-        names = [name for name in event.subcommand_spec.parser_from_name if name != "None"]
-        if set(RECIPES) & set(names):
-            return f"Images are missing: give --data FOLDER; a recipe may stand before it: {', '.join(names)}."
-        return f"Choose one of {', '.join(names)}."
-    if isinstance(event, events.BadValue):
-        form = _form(event.argument)
-        is_positional = event.argument.is_positional()
-        if not is_positional:
-            one_value = _KINDS.get(form)
-            needed = f"{one_value} after it" if one_value else f"a value: {form.replace(',', ', ')}"
-            return f"{_name(event.argument)} needs {needed}."
-        # An option stands where the argument should: often its name in another command, as in `pack --data FOLDER`.
-        return f"{form} is missing; it is given without an option before it, as in `{event.prog} {form}`."
-    if isinstance(event, events.InvalidChoice):
-        hint = did_you_mean(event.value.lower(), event.choices)
-        return f"{_name(event.argument)} is {event.value!r}{hint}; it must be one of {', '.join(event.choices)}."
-    if isinstance(event, events.InstantiationFailure) and event.argument is not None:
-        # The value has the wrong type. The message ends with Python's reason: invalid literal for …: 'x'.
-        name, form = _name(event.argument), _form(event.argument)
-        reason = event.message.splitlines()[-1].removeprefix("- ").partition(" into tuple type ")[0]
-        if "input length " in reason:
-            return f"{name} must be {form}."
-        kind = _KINDS.get(form) or ("numbers" if re.search("FLOAT|INT", form) else form)
-        words = form.lower().split(",")  # if the option may be None, the message quotes these words besides the value
-        typed = " ".join(word for _, word in re.findall(r"""(['"])(.*?)\1""", reason) if word not in words)
-        return f"{name} is {typed!r}; it must be {kind.replace(',', ', ')}."
-    return f"The options are not understood ({type(event).__name__}); see `{event.prog} --help`."
+        # A flag: of another command, of another trainer, or misspelt.
+        option = option_known_as(name.removeprefix("--")) or name.removeprefix("--").replace("-", "_")
+        meant = flag(option)
+        commands = self.commands_with(name)
+        if name in self.flags and commands:  # the flag stands before its command: `raytrain --data photos train`
+            command = "train" if "train" in commands else commands[0]
+            return f"{name} is an option of a command, which comes first, as in `raytrain {command} {name} …`."
+        if 0 < len(commands) <= _MAX_COMMANDS:
+            owners = " and ".join(f"`raytrain {command}`" for command in commands)
+            return f"There is no option {name} here; {owners} {'has' if len(commands) == 1 else 'have'} it."
+        if "--data" in self.flags and (reason := why_needless(name.removeprefix("--"))):
+            return f"There is no option {name}: {reason}."
+        if "--config" in self.flags and option in hints_of(TrainConfig) and meant not in self.flags:
+            return f"`raytrain {self.argv[0]}` takes no {meant}: it sets that itself, or does without; leave it out."
+        hint = f" (did you mean {meant}?)" if meant in self.flags else did_you_mean(name, self.flags)
+        return f"There is no option {name}{hint}."
 
 
 def _name(argument: ArgumentDefinition) -> str:
@@ -144,45 +179,3 @@ def _folder_of_several(argv: Sequence[str], word: str) -> tuple[str, str] | None
     folder, other = (os.path.dirname(path.rstrip("/")) or "." for path in (first, word))
     is_pattern = option.startswith("--") and folder == other and os.path.isdir(first) and os.path.isdir(word)
     return (option, folder) if is_pattern else None
-
-
-def _sentence_on_unknown(
-    words: Sequence[str],
-    argv: Sequence[str],
-    flags: Collection[str],
-    commands_with: Callable[[str], Sequence[str]],
-) -> str:
-    """Return the sentence about the first of the unknown ``words``; the others may be its values.
-
-    ``argv``, ``flags`` and ``commands_with`` are those of :func:`as_usage_errors`.
-    """
-    if words[0] in RECIPES:
-        return f"{words[0]} is a recipe, which comes first, as in `raytrain train {words[0]} --data FOLDER`."
-    if not words[0].startswith("-"):
-        word = words[0]
-        advice = "if it belongs to the one before, put quotes around both"
-        if "--data" in flags and os.path.isfile(os.path.join(word, CONFIG)):
-            storage, _, run = word.rstrip("/").rpartition("/")
-            advice = f"a run is given as {shlex.join(['--name', run, '--storage', storage or '.'])}"
-        elif folder := _folder_of_several(argv, word):
-            option, path = folder
-            advice = f"{option} takes one folder, with all images below it, such as {option} {shlex.quote(path)}"
-        elif "--data" in flags:
-            advice = how_given(word) or advice
-        return f"There is one argument too many: {word!r}; {advice}."
-    name = words[0].partition("=")[0]
-    option = option_known_as(name.removeprefix("--")) or name.removeprefix("--").replace("-", "_")
-    meant = flag(option)
-    commands = commands_with(name)
-    if name in flags and commands:  # it exists, but stands before its command, as in `raytrain --data photos train`
-        command = "train" if "train" in commands else commands[0]
-        return f"{name} is an option of a command, which comes first, as in `raytrain {command} {name} …`."
-    if 0 < len(commands) <= _MAX_COMMANDS:
-        owners = " and ".join(f"`raytrain {command}`" for command in commands)
-        return f"There is no option {name} here; {owners} {'has' if len(commands) == 1 else 'have'} it."
-    if "--data" in flags and (reason := why_needless(name.removeprefix("--"))):
-        return f"There is no option {name}: {reason}."
-    if "--config" in flags and option in hints_of(TrainConfig) and meant not in flags:
-        return f"`raytrain {argv[0]}` takes no {meant}: it sets that itself, or does without; leave it out."
-    hint = f" (did you mean {meant}?)" if meant in flags else did_you_mean(name, flags)
-    return f"There is no option {name}{hint}."

@@ -26,7 +26,7 @@ from tyro.conf import FlagCreatePairsOff, Suppress, arg, subcommand
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from raytrain.cli.flag_rewrites import complete_switches, hints_of_command, join_repeated
-from raytrain.cli.parse_errors import NONE, as_usage_errors, how_given
+from raytrain.cli.parse_errors import NONE, ParseErrors, how_given
 from raytrain.config import SECTIONS, TrainConfig
 from raytrain.config.option_marks import Mark, Synonym
 from raytrain.config.options import marks_of, options_with
@@ -138,7 +138,8 @@ def parse_words(argv: Sequence[str], commands: Commands[T], defaults: Mapping[st
     # What `submit` sends needs -- before it, or its options count as those of `submit`.
     sent = list(itertools.dropwhile(lambda word: word not in commands, argv[1:])) if argv[:1] == ["submit"] else []
     sent_command = [] if "--" in argv else sent
-    with as_usage_errors(argv, flags, commands_with, sent_command), redirect_stdout(output):
+    errors = ParseErrors(argv, flags, commands_with, sent_command)
+    with errors.as_usage_errors(), redirect_stdout(output):
         line = tyro.cli(_CommandLine[choice], prog="raytrain", args=argv, config=_MARKERS, registry=_CONSTRUCTORS)
     return line.command
 
