@@ -87,11 +87,6 @@ def curve_plots(rows: Sequence[MetricRow], height: int = 8) -> RenderableType:
     return side_by_side(_run_plot("loss", rows, height), _run_plot("accuracy", rows, height))
 
 
-def comparison_plots(records: Sequence[RunRecord], labels: Sequence[str]) -> RenderableType:
-    """Return training loss and validation accuracy over the steps, a line for each run, named by its label."""
-    return side_by_side(*_run_comparison(records, labels))
-
-
 def side_by_side(left: Plot, right: Plot) -> RenderableType:
     """Return two plots, each half as wide as the screen."""
     grid = Table.grid(expand=True, padding=(0, 1))
@@ -127,7 +122,7 @@ def comparison_figure(records: Sequence[RunRecord]) -> Figure:
     """
     _check_history(records)
     figure = titled_figure("", 9, 7.5)
-    panels = _draw(figure, _run_comparison(records, [record.name for record in records]))
+    panels = _draw(figure, comparison_plots(records, [record.name for record in records]))
     lines, names = panels[0].get_legend_handles_labels()
     figure.legend(lines, names, loc="outside lower center", ncols=min(3, len(names)), frameon=False)
     return figure
@@ -144,8 +139,8 @@ def _run_plot(metric: str, rows: Sequence[MetricRow], height: int = 8) -> Plot:
     return Plot(metric_label(metric), lines, height)
 
 
-def _run_comparison(records: Sequence[RunRecord], labels: Sequence[str]) -> list[Plot]:
-    """Return the two plots of a comparison, with a line for each run."""
+def comparison_plots(records: Sequence[RunRecord], labels: Sequence[str]) -> list[Plot]:
+    """Return plots of training loss and validation accuracy over the steps, a line for each run, named by its label."""
     runs = list(zip(labels, run_styles(records), records, strict=True))
     plots: list[Plot] = []
     for title, kind, metric in _COMPARED:

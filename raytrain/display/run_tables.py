@@ -27,7 +27,7 @@ from raytrain.display.console import (
     run_styles,
     status_style,
 )
-from raytrain.display.curves import comparison_plots, curve_heading, curve_plots
+from raytrain.display.curves import comparison_plots, curve_heading, curve_plots, side_by_side
 from raytrain.display.event_text import shown_summary
 from raytrain.display.result_page import command_line, is_resumed
 from raytrain.errors import format_count, format_dollars, shell_command
@@ -303,7 +303,7 @@ def comparison_page(records: Sequence[RunRecord]) -> RenderableType:
         add_row(table, name, *(format_value(run.metrics.get(name)) for run in runs))
 
     problems = (problem_lines(record.name, record.problems) for record in records if record.problems)
-    return Group(*legend, table, *problems, comparison_plots(records, labels), Text())
+    return Group(*legend, table, *problems, side_by_side(*comparison_plots(records, labels)), Text())
 
 
 def _letter(number: int) -> str:

@@ -7,7 +7,6 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from raytrain.config import TrainConfig
-from raytrain.config.evaluation import is_fraction
 from raytrain.errors import RaytrainError
 from raytrain.training.metrics.evaluation_metrics import is_lower_better
 
@@ -20,16 +19,6 @@ class BestMetric(NamedTuple):
 
     name: str = "accuracy"
     is_lower_better: bool = False
-
-    @property
-    def better(self) -> str:
-        """``smaller`` or ``larger``: which of two values is the better one."""
-        return "smaller" if self.is_lower_better else "larger"
-
-    @property
-    def is_fraction(self) -> bool:
-        """True if no value lies above 1."""
-        return is_fraction(self.name)
 
     def score(self, value: float) -> float:
         """Return a number that is larger for a better ``value``; NaN has the lowest, -inf."""

@@ -50,10 +50,6 @@ class ComparedRun:
     metrics: dict[str, float | None]
     """The last value of each metric that the loop logs or measures besides loss and accuracy, by name."""
 
-    def summary(self) -> dict[str, Any]:
-        """Return the run as a dictionary of plain values."""
-        return dataclasses.asdict(self)
-
 
 def compare(runs: str | Sequence[str], *others: str, storage: Location = "./runs") -> list[ComparedRun]:
     """Compare ``runs`` and ``others``, in the order of their names; a sweep, which may be alone, stands for its trials.

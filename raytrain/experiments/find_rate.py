@@ -79,22 +79,18 @@ def find_rate(
     # The history has a row for each step. Rows whose loss is infinite or NaN, as at high rates, do not count.
     store = run_store(short.storage, result.name)
     rates, losses = losses_over_rates(read_metrics(store))
-    if len(losses) < _FEWEST_STEPS and _is_cut_short(result.stop_reason):
-        raise UsageError(
-            f"Run {result.name!r} was stopped after {result.steps} of {short.max_steps} steps, and {_FEWEST_STEPS} are "
-            "needed at least to suggest a learning rate; let it run to its end."
-        )
-    # A run that finishes early has ended because its loss has exploded.
-    if len(losses) < _FEWEST_STEPS and result.status == "finished" and result.steps != short.max_steps:
-        raise UsageError(
-            f"Run {result.name!r} ended after {result.steps} of {short.max_steps} steps, since its loss had exploded, "
-            f"and {_FEWEST_STEPS} are needed at least to suggest a learning rate; let the rate rise more slowly, with "
-            "a larger --max-steps."
-        )
     if len(losses) < _FEWEST_STEPS:
+        progress = f"{result.steps} of {short.max_steps} steps"
+        problem, advice = (
+            f"has {format_count(len(losses), 'step')} with a loss",
+            "a loop of your own logs run.log(loss=…)",
+        )
+        if _is_cut_short(result.stop_reason):
+            problem, advice = f"was stopped after {progress}", "let it run to its end"
+        elif result.status == "finished" and result.steps != short.max_steps:
+            problem, advice = f"ended after {progress}, since its loss had exploded", "give a larger --max-steps"
         raise UsageError(
-            f"Run {result.name!r} has {format_count(len(losses), 'step')} with a loss, too few to suggest a learning "
-            f"rate; a loop of your own logs run.log(loss=…), and {_FEWEST_STEPS} steps are needed at least."
+            f"Run {result.name!r} {problem}, and {_FEWEST_STEPS} are needed at least to suggest a learning rate; {advice}."
         )
     averaged = smooth(losses)
     suggestion = suggest(rates, averaged, result.stop_reason)

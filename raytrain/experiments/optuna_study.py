@@ -195,15 +195,11 @@ class SweepStudy:
             self._ended.add(number)
             self._record({"event": "ended", "trial": number, "value": value, "pruned": is_pruned})
 
-    def write(self) -> None:
-        """Append new events to the stored log, unless storage needs a pause; raise StorageError if that fails."""
-        if time.monotonic() >= self._write_after_s:
+    def write(self, *, now: bool = False) -> None:
+        """Append new events to the stored log, if ``now`` or storage needs no pause; raise StorageError on failure."""
+        if now or time.monotonic() >= self._write_after_s:
             self._log.write()
             self._write_after_s = time.monotonic() + self._log.pause_s()
-
-    def close(self) -> None:
-        """Append all events that are not written yet to the stored log; raise StorageError if that fails."""
-        self._log.write()
 
     def _ask(self) -> optuna.Trial:
         """Ask the sampler for the point of a trial; each choice has a seed of its own."""

@@ -200,7 +200,8 @@ class SweepSession:
         devices = "each on its own workers" if planned.varies_workers else f"each on {format_count(workers, kind)}"
         chosen = "" if planned.sampler is None else f", chosen by {planned.sampler}"
         pruned = "" if planned.pruner is None else f", stopped early by {planned.pruner}"
-        metric = f"{self._judge.metric.name.replace('_', ' ')}, the {self._judge.metric.better} the better"
+        better = "smaller" if self._judge.metric.is_lower_better else "larger"
+        metric = f"{self._judge.metric.name.replace('_', ' ')}, the {better} the better"
         trials = f"{format_count(planned.num_trials, 'trial')}{chosen}{pruned}"
         return f"{trials}, {self._machines.at_once} at once, {devices}; compared by {metric}"
 
@@ -234,7 +235,7 @@ class SweepSession:
         for future in self._futures:
             future.result()  # raises the exception that has ended a thread, if any
         if self._judge.study is not None:
-            self._judge.study.close()
+            self._judge.study.write(now=True)
         snapshot, failure = self._poll(view, signals)
         result = self._result(snapshot, failure, signals.stop_request)
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import chain
-from typing import Any
 
 from raytrain.config.option_values import Location
 from raytrain.errors import RaytrainError, UsageError
@@ -31,10 +30,6 @@ class TrackResult:
     trackers: list[str]
     rows: int
     places: list[str]
-
-    def summary(self) -> dict[str, Any]:
-        """Return the result as a dictionary of plain values."""
-        return asdict(self)
 
 
 def track(run: str, trackers: Trackers, *, storage: Location = "./runs") -> TrackResult:

@@ -65,8 +65,10 @@ class TrialRun:
                 config = dataclasses.replace(config, device=device, threads_per_worker=group.placement.threads)
 
             # Train; a failure, which is caught below, ends this trial alone.
-            own = {"view": self._follow, "signals": self.signals, "group": group, "started_at": time.monotonic()}
-            start_run(config, dataclasses.replace(self._request, **own))
+            request = dataclasses.replace(
+                self._request, view=self._follow, signals=self.signals, group=group, started_at=time.monotonic()
+            )
+            start_run(config, request)
             self._judge.end(self._number, self.result)
         except KeyboardInterrupt:
             self.result = dataclasses.replace(self.result, status="interrupted")

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from raytrain.display.braille_plot import Plot, Series
 from raytrain.display.console import PlainConsole, key_value_table
-from raytrain.display.curves import comparison_plots, curve_plots
+from raytrain.display.curves import comparison_plots, curve_plots, side_by_side
 from raytrain.display.dashboard import dashboard
 from raytrain.display.terminal import TerminalView
 from raytrain.monitor.events import CheckpointWritten, Note, StopRequested, TimedEvent
@@ -318,7 +318,7 @@ def test_names_of_compared_runs_are_never_cut(num_runs: int) -> None:
         step_row(20, loss=0.5),
         evaluation_row(20, 0.75, 0.8),
     ]
-    seen = text(comparison_plots([finished(name, rows) for name in names], names), width=80)
+    seen = text(side_by_side(*comparison_plots([finished(name, rows) for name in names], names)), width=80)
     for name in names:
         assert f"━ {name}" in seen
     assert seen.count("0.500") == seen.count("0.800") == num_runs
@@ -327,7 +327,8 @@ def test_names_of_compared_runs_are_never_cut(num_runs: int) -> None:
 
 def test_a_name_wider_than_its_plot_is_wrapped() -> None:
     names = ["x" * 60, "second"]
-    seen = text(comparison_plots([finished(names[0], [step_row(10)]), finished(names[1], [])], names), width=80)
+    records = [finished(names[0], [step_row(10)]), finished(names[1], [])]
+    seen = text(side_by_side(*comparison_plots(records, names)), width=80)
     assert seen.count("x") >= 2 * 60
     assert max(map(len, seen.splitlines())) <= 80
 

@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import Positional, arg
@@ -84,7 +85,7 @@ def compare(
     records = read_runs(runs, storage)
     if png is not None:
         save_png(comparison_figure(records), png)
-    return CommandResult(comparison_page(records), {"runs": [run.summary() for run in compare_records(records)]})
+    return CommandResult(comparison_page(records), {"runs": [asdict(run) for run in compare_records(records)]})
 
 
 def track(
@@ -98,7 +99,7 @@ def track(
 
     Example: raytrain track first --track mlflow
     """
-    return CommandResult(None, raytrain.track(run, track, storage=storage).summary())
+    return CommandResult(None, asdict(raytrain.track(run, track, storage=storage)))
 
 
 def audit(run: RunName, storage: Storage = "./runs") -> CommandResult:

@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from raytrain.config import TrainConfig
+from raytrain.config.evaluation import is_fraction
 from raytrain.data.labels.manifest import Manifest
 from raytrain.display.page.feed import RunFeed
 from raytrain.display.result_page import resume_heading
@@ -366,4 +367,4 @@ class _Measured(NamedTuple):
 
 def _metric_json(metric: BestMetric) -> dict[str, Any]:
     """Return the metric of ``--best`` as plain values: ``name``, ``is_lower_better`` and ``is_fraction``."""
-    return {**metric._asdict(), "is_fraction": metric.is_fraction}
+    return {**metric._asdict(), "is_fraction": is_fraction(metric.name)}
