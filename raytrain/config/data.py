@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from annotated_types import Interval
 
-from raytrain.config.auto_augment import AutoAugment
 from raytrain.config.option_marks import KnownAs, Mark
 from raytrain.config.option_values import (
     LOCATION,
@@ -22,7 +21,9 @@ from raytrain.config.option_values import (
     option_field,
     section,
 )
-from raytrain.errors import UsageError, flag
+from raytrain.errors import UsageError, did_you_mean, flag
+
+_POLICIES = ("randaugment", "trivialaugment", "augmix", "3-augment")
 
 
 @section
@@ -170,6 +171,39 @@ def _check_options_beside_pattern(options: DataOptions, pattern: str) -> None:
         raise UsageError(
             f"--group-by is {options.group_by}, and --label-pattern has no group of this name; write one, such as "
             f"(?P<{options.group_by}>.+)."
+        )
+
+
+class AutoAugment(NamedTuple):
+    """A policy, with torchvision's magnitude (RandAugment 0 to 30, AugMix 1 to 10) and number of operations.
+
+    The number of operations is that of one image, and only RandAugment has a choice of it. ``trivial`` and
+    ``3-augment`` have no magnitude.
+    """
+
+    policy: Literal["rand", "trivial", "augmix", "3-augment"]
+    magnitude: int = 0
+    num_operations: int = 1
+
+    @classmethod
+    def parse(cls, text: str) -> AutoAugment:
+        """Return the policy that ``text`` names; raise UsageError if it names none.
+
+        Example: ``AutoAugment.parse("rand-m9-n2") == AutoAugment.parse("randaugment")``
+        """
+        if text in ("trivialaugment", "3-augment"):
+            return cls("trivial" if text == "trivialaugment" else "3-augment")
+        # Numbers that the text leaves out are torchvision's defaults.
+        parts = re.fullmatch(r"randaugment|rand-m(\d+)(?:-n([1-9]))?", text)
+        if parts and int(parts[1] or 9) <= 30:
+            return cls("rand", int(parts[1] or 9), int(parts[2] or 2))
+        parts = re.fullmatch(r"augmix(?:-m([1-9]\d*))?", text)
+        if parts and int(parts[1] or 3) <= 10:
+            return cls("augmix", int(parts[1] or 3))
+        raise UsageError(
+            f"--auto-augment is {text!r}{did_you_mean(text, _POLICIES)}; give randaugment, or rand-m9-n2 with a "
+            "magnitude of 0 to 30 and 1 to 9 operations, trivialaugment, augmix, or augmix-m3 with a severity of 1 to "
+            "10, or 3-augment."
         )
 
 

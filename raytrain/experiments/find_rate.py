@@ -89,9 +89,8 @@ def find_rate(
             problem, advice = f"was stopped after {progress}", "let it run to its end"
         elif result.status == "finished" and result.steps != short.max_steps:
             problem, advice = f"ended after {progress}, since its loss had exploded", "give a larger --max-steps"
-        raise UsageError(
-            f"Run {result.name!r} {problem}, and {_FEWEST_STEPS} are needed at least to suggest a learning rate; {advice}."
-        )
+        needed = f"{_FEWEST_STEPS} are needed at least to suggest a learning rate"
+        raise UsageError(f"Run {result.name!r} {problem}, and {needed}; {advice}.")
     averaged = smooth(losses)
     suggestion = suggest(rates, averaged, result.stop_reason)
     return RateResult(result, read_resolved_config(store), rates, losses, averaged, *suggestion)

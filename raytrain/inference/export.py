@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -153,7 +153,7 @@ def export(
         input=takes,
         result=f"(batch, {len(classifier.classes)}), logits",
         classes=classifier.classes,
-        **comparison._asdict(),
+        **comparison,
         card=card,
         example=lines,
     )
@@ -208,7 +208,7 @@ def _export_folder(run: str, output: str, data: Location | None, storage: str, *
         input=f"float32 (batch, {shape.channels}, {shape.height}, {shape.width}), as timm's transform makes it",
         result=f"(batch, {len(classifier.classes)}), logits",
         classes=classifier.classes,
-        **comparison._asdict(),
+        **comparison,
         card=f"{output.rstrip('/')}/{CARD}",
         upload=upload_command(output),
         example=lines,
@@ -231,18 +231,11 @@ def _images_to_compare(classifier: Classifier, data: Location | None) -> Pixels:
     return np.stack(readable_images(store, manifest.select(chosen), classifier.shape, classifier.cropping))
 
 
-class _Comparison(NamedTuple):
-    """The fields of :class:`ExportResult` that compare the exported network with the original one."""
-
-    images: int
-    same_answers: int
-    largest_difference: float
-
-
-def _compare(run_file: RunFile, classifier: Classifier, images: Pixels, output: str) -> _Comparison:
+def _compare(run_file: RunFile, classifier: Classifier, images: Pixels, output: str) -> dict[str, Any]:
     """Compare the logits of the exported network, by ``run_file``, with those of ``classifier``.
 
-    Raises RaytrainError, which names the ``output``, if the logits differ more than rounding explains.
+    Returns the fields of :class:`ExportResult` about the comparison. Raises RaytrainError, which names the ``output``,
+    if the logits differ more than rounding explains.
     """
     # One image alone and the others together, so that a file for a fixed batch size does not pass.
     logits = np.concatenate([run_file(batch) for batch in (images[:1], images[1:]) if len(batch)])
@@ -254,7 +247,7 @@ def _compare(run_file: RunFile, classifier: Classifier, images: Pixels, output: 
             "network that raytrain.load returns."
         )
     same_answers = int((logits.argmax(axis=1) == expected.argmax(axis=1)).sum())
-    return _Comparison(len(images), same_answers, difference)
+    return {"images": len(images), "same_answers": same_answers, "largest_difference": difference}
 
 
 @torch.no_grad()

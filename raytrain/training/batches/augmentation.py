@@ -22,8 +22,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from raytrain.config.auto_augment import AutoAugment
-from raytrain.config.data import AugmentationOptions
+from raytrain.config.data import AugmentationOptions, AutoAugment
 from raytrain.config.network import Size
 from raytrain.config.option_values import check_limit, hints_of, read_value
 from raytrain.data.plan.permutation import Floats, Int64s, mix, uniform
