@@ -144,37 +144,13 @@ def test_each_status_keeps_the_cost_and_the_time_for_the_next_attempt_and_for_wh
     assert (watched.dollars, watched.gpu_kwh, watched.elapsed_s) == (2.0, 0.75, 95.0)
 
 
-class FakeEnergy:
-    """NVML's counter of one GPU, in millijoules, or only its power in milliwatts."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, counts: bool) -> None:
-        self.millijoules = 1000.0
-
-        def total(gpu: str) -> float:
-            if not counts:
-                raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
-            return self.millijoules
-
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="12-34"))
-        monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
-        monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", {"GPU-12-34": "gpu"}.__getitem__)
-        monkeypatch.setattr(pynvml, "nvmlDeviceGetTotalEnergyConsumption", total)
-        monkeypatch.setattr(pynvml, "nvmlDeviceGetPowerUsage", lambda gpu: 300_000)
-
-
 def test_a_gpu_says_its_energy_since_the_worker_began(monkeypatch: pytest.MonkeyPatch) -> None:
-    nvml = FakeEnergy(monkeypatch, counts=True)
-    energy = GpuEnergy(torch.device("cuda", 0))
-    nvml.millijoules = 3_500.0
-    assert energy.joules() == 2.5
-
-
-def test_the_energy_of_an_old_gpu_is_its_power_over_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    FakeEnergy(monkeypatch, counts=False)
-    clock = Clock()
-    energy = GpuEnergy(torch.device("cuda", 0), clock)
-    clock.hours = 10 / 3600
-    assert energy.joules() == 3000.0
+    counts = iter([1_000, 3_500])  # of NVML, in millijoules
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="12-34"))
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", {"GPU-12-34": "gpu"}.__getitem__)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetTotalEnergyConsumption", lambda gpu: next(counts))
+    assert GpuEnergy(torch.device("cuda", 0)).joules() == 2.5
 
 
 def test_a_cpu_and_a_gpu_that_nobody_knows_have_no_energy() -> None:

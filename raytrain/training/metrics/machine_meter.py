@@ -13,8 +13,6 @@ import torch
 
 from raytrain.runs.machine_history import MEASURE_EVERY_S, MachineUse
 
-_MILLI = 1000.0  # millijoules in a joule, and milliwatts in a watt: the driver counts in these
-
 
 class MachineMeter:
     """Counts the images of a worker, and gives ``report`` their rate and the machine's load every few seconds.
@@ -81,10 +79,9 @@ def gpu_use(device: torch.device) -> dict[str, Any]:
 
 
 class GpuEnergy:
-    """The energy that the GPU ``device`` has used since this object was created.
+    """The energy that the GPU ``device`` has used since this object was created, as its driver counts it.
 
-    For Volta and newer GPUs, the driver counts energy. For older ones, each call reads the power, which is assumed to
-    have been the same since the call before. The energy of a part of a GPU (MIG) is not known.
+    It is not known of a part of a GPU (MIG), of a GPU from before Volta, and without a driver.
 
     Example::
 
@@ -92,19 +89,17 @@ class GpuEnergy:
         energy.joules()
     """
 
-    def __init__(self, device: torch.device, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self, device: torch.device) -> None:
         self._gpu: Any = None
-        self._first: float | None = None  # joules since the driver was loaded; None if it does not count them
-        self._by_power = 0.0  # joules
-        self._asked_at = clock()  # seconds
+        self._first_mj = 0  # millijoules since the driver was loaded
         if device.type == "cuda":
-            with suppress(Exception):  # without a driver, this raises many kinds of exceptions
+            with suppress(Exception):  # NVML raises many kinds of exceptions
                 import pynvml
 
                 pynvml.nvmlInit()
-                self._gpu = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
-                self._first = pynvml.nvmlDeviceGetTotalEnergyConsumption(self._gpu) / _MILLI
+                gpu = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+                self._first_mj = pynvml.nvmlDeviceGetTotalEnergyConsumption(gpu)
+                self._gpu = gpu
 
     def joules(self) -> float | None:
         """Return the energy in joules that the GPU has used since this object was created; None if it is not known."""
@@ -113,10 +108,5 @@ class GpuEnergy:
         with suppress(Exception):
             import pynvml
 
-            if self._first is not None:
-                return round(pynvml.nvmlDeviceGetTotalEnergyConsumption(self._gpu) / _MILLI - self._first, 1)
-            now = self._clock()
-            self._by_power += pynvml.nvmlDeviceGetPowerUsage(self._gpu) / _MILLI * (now - self._asked_at)
-            self._asked_at = now
-            return round(self._by_power, 1)
+            return round((pynvml.nvmlDeviceGetTotalEnergyConsumption(self._gpu) - self._first_mj) / 1000, 1)
         return None
