@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -44,21 +43,24 @@ def parse(argv: Sequence[str], commands: Commands[T]) -> functools.partial[T]:
     Example: ``parse(["train", "cifar10", "--epochs", "3"], {"train": train})()``
     """
     _refuse_empty(argv)
-    line = _split_line(argv, commands)
+    words = _words_of_command(argv, commands)
     recipes = {name: recipe() for name, recipe in RECIPES.items()}
-    given = _given_options(argv)
+    names_typed = _typed_options(argv)
+
+    def with_recipe(recipe: str) -> list[str]:
+        return [recipe if word is None else word for word in words]
 
     # First, the options start from the defaults of the recipe.
-    command = parse_words(line.with_recipe(_default_recipe(has_loop="loop" in given)), commands, recipes)
+    command = parse_words(with_recipe(_default_recipe(has_loop="loop" in names_typed)), commands, recipes)
     typed = command.keywords.get("config")
     if typed is None:
         return command
-    recipe = typed["recipe"] if line.recipe_at is None else None  # the one that was typed, if any
+    recipe = typed["recipe"] if None not in words else None  # the one that was typed, if any
 
     def parse_from(config: TrainConfig, values: Mapping[str, Any]) -> functools.partial[T]:
         """Parse the same words once more: options that they lack are those in ``values``, or else of ``config``."""
         start = SimpleNamespace(**{**vars(config), **values})
-        parsed = parse_words(line.with_recipe(config.recipe), commands, {**recipes, config.recipe: start})
+        parsed = parse_words(with_recipe(config.recipe), commands, {**recipes, config.recipe: start})
         del parsed.keywords["config"][CONFIG_FILE]
         return parsed
 
@@ -71,7 +73,7 @@ def parse(argv: Sequence[str], commands: Commands[T]) -> functools.partial[T]:
                 f"{place} is for the recipe {file.recipe}, and the command for {recipe}; leave one of them out."
             )
         recipe, values = file.recipe or recipe, file.values
-        has_loop = "loop" in given or bool(values.get("loop"))
+        has_loop = "loop" in names_typed or bool(values.get("loop"))
         command = parse_from(recipes[recipe or _default_recipe(has_loop=has_loop)], values)
         if file.is_foreign and not command.keywords.get("trust"):
             _refuse_untyped_functions(typed, command.keywords["config"], place)
@@ -89,7 +91,7 @@ def parse(argv: Sequence[str], commands: Commands[T]) -> functools.partial[T]:
 
     # An option that somebody has given is no longer left to the images.
     options = command.keywords["config"]
-    options["open_options"] = tuple(name for name in options["open_options"] if name not in {*given, *values})
+    options["open_options"] = tuple(name for name in options["open_options"] if name not in {*names_typed, *values})
     command.keywords["config"] = TrainConfig(**options)
     return command
 
@@ -107,22 +109,11 @@ def _refuse_empty(words: Sequence[str]) -> None:
                 raise UsageError(f"The value of {option} is empty; give one, or leave it out.")
 
 
-@dataclass(frozen=True)
-class _Line:
-    """The words of a command line. If it lacks a recipe, ``recipe_at`` is the index at which one has to be inserted."""
+def _words_of_command(argv: Sequence[str], commands: Commands[T]) -> list[str | None]:
+    """Return the words of ``argv``, the command first, with None in the place of a missing recipe.
 
-    words: Sequence[str]
-    recipe_at: int | None
-
-    def with_recipe(self, recipe: str) -> list[str]:
-        """Return the words, with ``recipe`` inserted if they lack one."""
-        if self.recipe_at is None:
-            return list(self.words)
-        return [*self.words[: self.recipe_at], recipe, *self.words[self.recipe_at :]]
-
-
-def _split_line(argv: Sequence[str], commands: Commands[T]) -> _Line:
-    """Return the words of ``argv``, the command first, and where they lack a recipe, as ``train --data X`` does."""
+    Example: ``_words_of_command(["train", "--data", "X"], commands) == ["train", None, "--data", "X"]``
+    """
     # The flags that all commands have may come first, as in `--json train`; they go behind the command.
     words = [*argv]
     command_at = next((index for index, word in enumerate(words) if word not in _FLAGS_OF_ALL), len(words))
@@ -132,11 +123,11 @@ def _split_line(argv: Sequence[str], commands: Commands[T]) -> _Line:
     # A recipe is missing if the command takes one, and a flag is where it would be. After --help none is inserted, so
     # that the help lists all recipes.
     if len(words) < 2 or words[0] not in commands or "config" not in hints_of_command(commands[words[0]]):
-        return _Line(words, None)
+        return [*words]
     recipe_at = next((index for index, word in enumerate(words[1:], 1) if word not in _FLAGS_OF_COMMANDS), len(words))
     is_missing = recipe_at < len(words) and words[recipe_at].startswith("--")
     is_help = is_missing and words[recipe_at] in (*HELP, ALL_HELP)
-    return _Line(words, recipe_at if is_missing and not is_help else None)
+    return [*words[:recipe_at], None, *words[recipe_at:]] if is_missing and not is_help else [*words]
 
 
 def _default_recipe(*, has_loop: bool) -> str:
@@ -147,7 +138,7 @@ def _default_recipe(*, has_loop: bool) -> str:
     return CUSTOM if has_loop else AUTO
 
 
-def _given_options(words: Sequence[str]) -> set[str]:
+def _typed_options(words: Sequence[str]) -> set[str]:
     """Return the names of the options whose flags, in any spelling, are among the words of a command line."""
     option_of_flag: dict[str, str] = {}
     for name, hint in hints_of(TrainConfig).items():
