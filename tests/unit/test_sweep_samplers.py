@@ -386,7 +386,7 @@ def test_the_study_knows_of_trials_that_diverged_also_after_a_resume(tmp_path: P
         assert first.choose(lambda point: True) is not None
         first.judge_value(number, 1, value)
     first.end(0, None, is_pruned=True)
-    first.close()
+    first.write(now=True)
     assert study(is_resumed=True).choose(lambda point: True) == first.choose(lambda point: True)
     log = (tmp_path / "tried" / STUDY).read_text()
     assert '"ended", "trial": 0, "value": null, "pruned": true' in log
