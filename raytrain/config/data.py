@@ -38,7 +38,9 @@ class DataOptions:
         str | None, Mark.COMMON, Mark.SHARED_PLACE, KnownAs("val valid val-data val-dir valid-dir")
     ] = option_field(default=None, converter=OPTIONAL_LOCATION)
     """Images to measure each epoch, which choose the best checkpoint; by default those in val/ or test/ of --data."""
-    validation_fraction: Annotated[float | None, Interval(gt=0, lt=1), KnownAs("val-split validation-split")] = None
+    validation_fraction: Annotated[
+        float | None, Interval(gt=0, lt=1), KnownAs("val-split validation-split test-split test-fraction test-size")
+    ] = None
     """Fraction of each class that is held out for validation; by default 0.1 if no images are given for it."""
     validation_fold: Annotated[str | None, "K/N", Mark.SWEEPABLE] = option_field(
         default=None, converter=Accepts[str | Sequence[int] | None, str | None]()
