@@ -172,6 +172,7 @@ def test_gpus_cannot_be_chosen_for_a_running_cluster(started: list[Mapping[str, 
         ("127.0.0.1:9", "Connection refused"),
         ("nowhere.invalid:6379", "not known"),
         ("127.0.0.1:x", "x is not a port"),
+        ("localhost:99999", "99999 is not a port"),
         ("nothing", "Invalid"),
     ],
 )

@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
+from raytrain.config.option_values import MAX_PORT
 from raytrain.errors import UsageError
 from raytrain.launch.ray.private_api import ANSWER_AT_ONCE, CURRENT_CLUSTER_FILE, set_variables
 
@@ -71,11 +72,11 @@ def check_cluster_answers(address: str) -> None:
     if not separator or "/" in address:
         return
 
-    # Check that something listens there.
+    # Check that something listens there. The system would take a port that is too large modulo 65,536.
+    if not (port.isdecimal() and 1 <= int(port) <= MAX_PORT):
+        raise no_cluster_error(address, f"{port} is not a port, which is a number from 1 to {MAX_PORT}")
     try:
         socket.create_connection((host, int(port)), timeout=5.0).close()
-    except (ValueError, OverflowError):
-        raise no_cluster_error(address, f"{port} is not a port") from None
     except OSError as error:
         raise no_cluster_error(address, error.strerror or "no answer within 5 seconds") from None
 
