@@ -138,7 +138,7 @@ def best_scored_checkpoint(store: Store) -> tuple[float, str] | None:
 
 
 def require_checkpoint(store: Store, run: str) -> str:
-    """Return the path of :func:`best_checkpoint`; raise UsageError if the run has no checkpoint yet."""
+    """Return the path of :func:`best_checkpoint`; raise UsageError if the run has none."""
     checkpoint = best_checkpoint(store)
     if checkpoint is None:
         if read_config(store).is_range_test:
@@ -146,7 +146,8 @@ def require_checkpoint(store: Store, run: str) -> str:
                 f"Run {run!r} has looked for a learning rate, and such a run keeps no checkpoint; name another one."
             )
         raise UsageError(
-            f"Run {run!r} has no checkpoint yet; it writes one after its first epoch, and when it is stopped."
+            f"Run {run!r} has no checkpoint: a run that trains writes one after its first epoch, and when it is "
+            "stopped; if it is over, none was written, or they were deleted, and --resume trains it from the beginning."
         )
     return checkpoint
 

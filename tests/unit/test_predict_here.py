@@ -156,6 +156,12 @@ def test_a_run_that_looked_for_a_rate_says_that_it_keeps_no_checkpoint(tmp_path:
         raytrain.load("rates", storage=str(tmp_path))
 
 
+def test_a_run_that_is_over_and_has_no_checkpoint_does_not_advise_to_wait(tmp_path: Path) -> None:
+    store_run(tmp_path, "first", [], status="finished")
+    with pytest.raises(UsageError, match=r"'first' has no checkpoint: .* if it is over, .* --resume trains it"):
+        raytrain.load("first", storage=str(tmp_path))
+
+
 def test_an_image_that_kills_its_decoder_is_an_error_of_that_image(
     trained: Path, images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
