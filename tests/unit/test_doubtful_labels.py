@@ -563,7 +563,7 @@ def test_lists_of_training_and_test_images_that_are_not_read_are_told(
 def test_tables_in_the_folders_of_the_parts_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for part in ("train", "valid"):
         put(tmp_path / part / "0.png", png(len(part)))
-        put(tmp_path / part / "_classes.csv", "filename, hot dog, cat, size\n0.png, 1, 0, 3\n")
+        put(tmp_path / part / "_classes.csv", "filename, hot dog, cat, size\n0.png, 1, 1, 3\n")
     with pytest.raises(UsageError, match="without class folders"):
         opened(tmp_path, tmp_path)
     assert "train/_classes.csv, valid/_classes.csv" in caplog.text

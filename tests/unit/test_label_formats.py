@@ -42,6 +42,13 @@ def test_lists_whose_keys_have_no_suffix_and_those_that_begin_with_the_label(tmp
     assert read(tmp_path, "train.txt", "a, b.jpg 3\nc.jpg 4\n") == {"a, b.jpg": "3", "c.jpg": "4"}
 
 
+def test_the_label_is_the_third_of_three_columns_without_a_header_if_one_says_the_split(tmp_path: Path) -> None:
+    rows = "TRAIN,gs://b/a.jpg,daisy\nTEST,gs://b/b.jpg,rose\n"  # as AutoML imports it
+    assert read(tmp_path, "a.csv", rows) == {"gs://b/a.jpg": "daisy", "gs://b/b.jpg": "rose"}
+    with pytest.raises(UsageError, match="among its columns column 1, key, column 3; name the right one"):
+        read(tmp_path, "a.csv", rows.replace("TEST", "TRAIN"))
+
+
 def test_keys_are_in_the_column_whose_values_end_like_images(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert read(tmp_path, "a.csv", "key,Filename,label\n1,2.jpg,cat\n2,1.jpg,dog\n") == {"2.jpg": "cat", "1.jpg": "dog"}
     assert "'Filename' is read of the columns 'key', 'Filename'" in caplog.text

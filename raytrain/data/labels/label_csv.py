@@ -168,3 +168,8 @@ def invented_names(row: Sequence[object]) -> list[str]:
     key = next((index for index, text in enumerate(row) if is_image(text)), 0)
     names = [f"column {number}" if len(row) > 2 else "label" for number in range(1, len(row) + 1)]
     return [*names[:key], "key", *names[key + 1 :]]
+
+
+def is_invented_name(name: str) -> bool:
+    """Return True if :func:`invented_names` calls a column so, which is neither that of keys nor surely of labels."""
+    return re.fullmatch(r"column \d+", name) is not None

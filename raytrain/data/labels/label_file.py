@@ -12,7 +12,7 @@ import logging
 import os
 import posixpath
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations, islice
 from typing import Any
 from urllib.parse import unquote
@@ -35,6 +35,7 @@ from raytrain.data.labels.label_columns import (
     texts_of,
     with_parts_of_tags,
 )
+from raytrain.data.labels.label_csv import is_invented_name
 from raytrain.data.labels.label_formats import KEY_COLUMNS, LABEL_COLUMNS, METADATA, read_table
 from raytrain.data.labels.listing import check_folder, ends_like_image, first_names
 from raytrain.data.labels.manifest import Manifest
@@ -266,11 +267,17 @@ def label_table(table: pa.Table, url: str, columns: LabelColumns, images_urls: S
     table = _without_absent_classes(table, url, columns)
     # Of several columns that may have the keys, one whose values end like images has them: `key` may number the rows.
     usual = sorted(KEY_COLUMNS, key=lambda name: not _has_images(table, name))
-    key_texts = texts_of(table, url, column_called(table.column_names, url, "--key-column", columns.key, usual))
+    key = column_called(table.column_names, url, "--key-column", columns.key, usual)
+    key_texts = texts_of(table, url, key)
     keys = [normalized_key(key, images_urls) for key in key_texts.to_pylist()]
     table = with_parts_of_tags(table, url, columns)
     split = split_column(table, url, columns)
     group = columns.group and column_called(table.column_names, url, "--group-by", columns.group)
+
+    # Of three columns without a header, as AutoML writes them, the one beside image and split has the labels.
+    others = [name for name in table.column_names if name not in (key, split)]
+    if not columns.label and len(others) == 1 and is_invented_name(others[0]):
+        columns = replace(columns, label=(others[0],))
 
     # A list of images has no column of labels: the folders in it are the labels.
     if len(table.column_names) == 1 and not columns.label:
