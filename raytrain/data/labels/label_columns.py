@@ -240,9 +240,10 @@ def labels_of(table: pa.Table, url: str, columns: LabelColumns) -> list[str]:
             texts = texts_of(table, url, column_called(table.column_names, url, "--label-column", name)).to_pylist()
             flags = np.array([_FLAGS.get(value.lower(), "") for value in texts], object)
             if wrong := int((flags == "").sum()):
+                value = texts[int((flags == "").argmax())]
                 raise UsageError(
-                    f"{wrong:,} of {len(flags):,} rows of {url} have neither 0 nor 1 in the column {name!r}; correct "
-                    "them, or name one --label-column."
+                    f"{wrong:,} of {len(flags):,} rows of {url} have neither 0 nor 1 in the column {name!r}, but "
+                    f"{repr(value) if value else 'nothing'} for instance; correct them, or name one --label-column."
                 )
             flags_of_classes.append(flags)
         rows = zip(*flags_of_classes, strict=True)
