@@ -162,7 +162,7 @@ def test_what_does_not_go_together_is_refused(given: dict[str, Any], sentence: s
 def test_a_column_with_anything_but_0_and_1_is_refused(images: Path, tmp_path: Path) -> None:
     columns = write_labels(tmp_path / "labels.csv", joined=False)
     (tmp_path / "labels.csv").write_text((tmp_path / "labels.csv").read_text().replace('"05.png",0', '"05.png",maybe'))
-    with pytest.raises(UsageError, match=r"1 of 60 rows of .* have neither 0 nor 1 in the column 'bright', but 'maybe' for"):
+    with pytest.raises(UsageError, match=r"1 of 60 rows of .* neither 0 nor 1 in the column 'bright', but 'maybe' for"):
         opened(images, **columns)
 
 
