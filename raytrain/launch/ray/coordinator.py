@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.actor import ActorProxy
 from ray.exceptions import OutOfMemoryError
-from ray.util.placement_group import PlacementGroup
 
 from raytrain.errors import CoordinatorLost, RaytrainError, TrainingFailed, UsageError
 from raytrain.launch.coordinator import Coordinator, Ending
@@ -76,7 +75,6 @@ class RayCoordinator(Coordinator):
         self._controller_ended: Future[None] = Future()
         self._workers_train = threading.Event()
         self._event_loop = asyncio.new_event_loop()  # of the controller
-        self._reserved: PlacementGroup | None = None
         self._num_attempts = 0
         super().__init__(name, store.with_lent_credentials(self._broker.source), **monitor_arguments)
 
@@ -149,16 +147,11 @@ class RayCoordinator(Coordinator):
 
     # The workers: their attempts and their metrics, beside what the base class does with them.
 
-    def begin_attempt(self, reserved: PlacementGroup | None) -> int:
-        """Note that an attempt begins in the placement group ``reserved``; return its number, counted from 0."""
+    def begin_attempt(self) -> int:
+        """Note that an attempt begins; return its number, counted from 0."""
         self.note_checked()
-        self._reserved = reserved
         self._num_attempts += 1
         return self._num_attempts - 1
-
-    def reserved(self) -> PlacementGroup | None:
-        """Return the placement group of the newest attempt."""
-        return self._reserved
 
     def note_start(self, num_workers: int, step: int, measures_again: bool = False) -> None:
         super().note_start(num_workers, step, measures_again)

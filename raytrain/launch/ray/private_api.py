@@ -117,7 +117,7 @@ BARRIER = Improvement(
     ("ray.train.v2._internal.execution.worker_group.worker_group:SynchronizationActor",),
 )
 RESERVED = Improvement(
-    "the CPUs of workers whose coordinator dies while they start stay reserved until the driver ends",
+    "the CPUs of workers whose coordinator dies stay reserved until the driver ends",
     ("ray.train.v2._internal.execution.worker_group.worker_group:placement_group",),
 )
 PAUSE = Improvement(

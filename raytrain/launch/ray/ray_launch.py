@@ -156,7 +156,6 @@ class RayLaunch:
         with self._needs_coordinator():
             self._lender.lend_if_due()
         self._head.poll()
-        self._trainer.remember_reserved()
 
     def wait(self, timeout_s: float) -> bool:
         """Wait at most ``timeout_s`` for the workers to report the end; return whether Ray Train has ended.

@@ -26,7 +26,7 @@ from raytrain.launch.ray.coordinator import WATCHER, CoordinatorHandle, stop_coo
 from raytrain.launch.ray.head_queries import head_answers
 from raytrain.launch.ray.nodes import worker_resources
 from raytrain.launch.ray.private_api import CONTROLLER
-from raytrain.launch.ray.ray_errors import LOST_ACTOR, first_failed, root_cause
+from raytrain.launch.ray.ray_errors import first_failed, root_cause
 from raytrain.monitor.events import WorkerFailed
 from raytrain.runs.redact import redact
 
@@ -79,7 +79,6 @@ class TrainerThread:
         self.ended: Future[str | None] = Future()
         """Done when the workers have ended: None, or why Ray Train gave up."""
         self._coordinator = coordinator
-        self._reserved: Any = None  # the placement group of the newest attempt that is known here
         self._reserved_prefix = f"raytrain-{uuid.uuid4().hex}-"  # of the names of the placement groups of all attempts
         fewest, most = placement.min_workers, placement.num_workers
         resizing: dict[str, Any] = {} if fewest == most else {_RESIZE_OPTION: _RESIZE_EVERY_S}
@@ -107,14 +106,6 @@ class TrainerThread:
         self._thread = threading.Thread(target=self._fit, args=(trainer,), daemon=True, name="trainer")
         self._thread.start()
 
-    def remember_reserved(self) -> None:
-        """Ask the coordinator for the placement group of the newest attempt, which :meth:`end` removes.
-
-        Call this now and then, because the coordinator may die, and cannot be asked afterwards.
-        """
-        with suppress(*LOST_ACTOR):
-            self._reserved = ray.get(self._coordinator.reserved.remote())
-
     def end(self, *, cluster_ends: bool) -> None:
         """End the workers and the coordinator, and free their placement groups, unless their cluster ends with them.
 
@@ -125,12 +116,9 @@ class TrainerThread:
             ray.wait([self._coordinator.abort.remote()], timeout=_WORKERS_START_WITHIN_S)
         stop_coordinator(self._coordinator)
         # What workers have reserved outlives a coordinator that has died: Ray keeps it for as long as this process is
-        # in the cluster. Another attempt would find no room for its workers, or for reading images. So remove the last
-        # placement group that the coordinator has named, and all whose names have the prefix of this run: the
-        # coordinator may have died before it could be asked.
+        # in the cluster. Another attempt would find no room for its workers, or for reading images. So remove all
+        # placement groups whose names have the prefix of this run.
         if not cluster_ends and head_answers(_ENDS_WITHIN_S):
-            if self._reserved is not None:
-                remove_placement_group(self._reserved)
             with suppress(RayError):  # the head is gone since
                 groups: dict[str, Any] = ray.util.placement_group_table()  # pyright: ignore
                 for group_id, group in groups.items():

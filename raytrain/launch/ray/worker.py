@@ -24,7 +24,6 @@ import ray
 import ray.train.torch
 import torch
 import torch.distributed as dist
-from ray.util import get_current_placement_group
 
 import raytrain
 from raytrain.config.pickled_code import pickle_own_code, sending
@@ -250,7 +249,7 @@ class RayBatches:
         # All workers learn the number of their attempt from worker 0, which alone asks for it.
         number: list[Any] = [0]
         if rank == 0:
-            number = [ray.get(inputs.coordinator.begin_attempt.remote(get_current_placement_group()))]
+            number = [ray.get(inputs.coordinator.begin_attempt.remote())]
         if dist.is_initialized():
             dist.broadcast_object_list(number, src=0)
         self._attempt: int = number[0]
