@@ -73,35 +73,32 @@ def already_trained(config: TrainConfig) -> tuple[TrainResult, str] | None:
         return None
     before, status, summary = read_config(store), read_status(store), read_json(store, SUMMARY)
 
-    # It finished with as many epochs; or it was stopped on the way to more epochs, and has those asked for now; or an
-    # option has stopped it that still has the same value, and would stop it again at its first evaluation. Whoever
-    # gives another batch size or number of steps wants a run of another length.
-    is_stopped, stop_reason = status.status == "stopped", stop_reason_of(summary)
-    steps_per_epoch = -(-status.num_steps // before.epochs)  # rounded up
-    has_finished = status.status == "finished" and config.epochs <= before.epochs
-    has_enough = is_stopped and not before.max_steps and config.epochs * steps_per_epoch <= status.step
-    ended_by = stop_reason.option if stop_reason and is_stopped else None
-    would_stop_again = ended_by is not None and getattr(config, ended_by) == getattr(before, ended_by)
-    has_same_length = (config.batch_size, config.max_steps) == (before.batch_size, before.max_steps)
-    is_over, max_steps = is_stopped or status.status == "finished", config.max_steps
-    has_all_steps = is_over and max_steps is not None and max_steps <= status.step
-    has_ended = has_all_steps or (has_same_length and (has_finished or has_enough or would_stop_again))
-    result = result_of(summary) if has_ended and newest_checkpoint(store) is not None else None
-    if result is None:
+    is_stopped, is_finished = status.status == "stopped", status.status == "finished"
+    result = result_of(summary) if is_stopped or is_finished else None
+    why_over, advice = "", ""
+    if result is not None:
+        # Whoever gives another batch size or number of steps wants a run of another length. Otherwise it is over if it
+        # finished with as many epochs, or was stopped on the way to more, and has those asked for now.
+        has_same_length = (config.batch_size, config.max_steps) == (before.batch_size, before.max_steps)
+        steps_per_epoch = -(-status.num_steps // before.epochs)  # rounded up
+        has_enough = not before.max_steps and config.epochs * steps_per_epoch <= status.step
+        if has_same_length and (config.epochs <= before.epochs if is_finished else has_enough):
+            why_over = f"has {format_count(result.epochs, 'epoch')} already, and --epochs is {config.epochs}"
+        if config.max_steps is not None and config.max_steps <= status.step:
+            why_over = f"has {format_count(result.steps, 'step')} already, and --max-steps is {config.max_steps}"
+
+        # So it is if an option has stopped it that has the same value now: that would stop it at its next evaluation.
+        stop_reason = stop_reason_of(summary)
+        option = stop_reason.option if stop_reason and is_stopped else None
+        if option and has_same_length and getattr(config, option) == getattr(before, option):
+            num_epochs = format_count(result.epochs, "epoch")
+            why_over = f"was stopped by {flag(option)} {getattr(config, option)} after {num_epochs}"
+            advice = f"; give another {flag(option)}, or none, to train on"
+
+    if result is None or not why_over or newest_checkpoint(store) is None:
         check_budget(config, status, f"Run {config.name!r}")
         return None
-
-    # The sentence.
-    because = f"has {format_count(result.epochs, 'epoch')} already, and --epochs is {config.epochs}"
-    if config.max_steps is not None and result.steps >= config.max_steps:
-        because = f"has {format_count(result.steps, 'step')} already, and --max-steps is {config.max_steps}"
-    advice = ""
-    if ended_by is not None and would_stop_again:
-        because = (
-            f"was stopped by {flag(ended_by)} {getattr(config, ended_by)} after {format_count(result.epochs, 'epoch')}"
-        )
-        advice = f"; give another {flag(ended_by)}, or none, to train on"
-    return result, f"Run {config.name!r} {because}: there is nothing to do, and nothing was changed{advice}."
+    return result, f"Run {config.name!r} {why_over}: there is nothing to do, and nothing was changed{advice}."
 
 
 def check_budget(config: TrainConfig, before: RunStatus, subject: str) -> None:
