@@ -295,41 +295,40 @@ class TrackerThread:
                     self._ask_to_stop(StopReason("tracker", self.name))
 
     def _send_rows(self, tracker: Tracker) -> None:
-        """Send new rows in groups.
+        """Send the new rows in the queue, in groups.
 
         The position after a group is stored before the group is sent, so that no row is repeated after a kill. If the
         tracker fails, the position goes back to the last row that it has surely taken: that of the last call of
         ``log_metrics`` that succeeded or, if the tracker has ``save``, the last row before a ``save`` that succeeded.
         """
         save: Callable[[], Any] | None = getattr(tracker, "save", None)
-        sent = self._position
-        rows = self._take_new_rows()
-        while group := list(islice(rows, _MAX_GROUP)):
-            self._move(self._position)  # _take_new_rows has set it to the last row of the group; this stores it
+        new_rows = self._take_new_rows()
+        while group := list(islice(new_rows, _MAX_GROUP)):
+            sent, (_, position_after_group) = self._position, group[-1]
+            self._move(position_after_group)
             try:
-                for row in group:
+                for row, position in group:
                     tracker.log_metrics(row_metrics(row), row.step)
-                    if save is None:
-                        sent = sent.after(row)
+                    sent = position if save is None else sent
                 if save is not None:
                     save()
             except BaseException:
                 self._move_back(sent)
                 raise
-            sent = self._position
 
-    def _take_new_rows(self) -> Iterator[MetricRow]:
-        """Yield the rows in the queue that the tracker lacks, and set the position, not yet stored, after each.
+    def _take_new_rows(self) -> Iterator[tuple[MetricRow, Position]]:
+        """Yield the rows in the queue that the tracker lacks, each with the tracker's position after it.
 
         After a failure of workers, a run repeats steps whose rows the tracker has already.
         """
+        position = self._position
         with suppress(queue.Empty):
             while True:
                 for row in self._rows.get_nowait():
                     self.num_rows += 1
-                    if self._position.precedes(row):
-                        self._position = self._position.after(row)
-                        yield row
+                    if position.precedes(row):
+                        position = position.after(row)
+                        yield row, position
 
     def _send_pictures(self, tracker: Any) -> None:
         """Send the images of the last evaluation, if the tracker takes images and lacks these.
@@ -340,16 +339,16 @@ class TrackerThread:
             return
         from raytrain.trackers.pictures import read_pictures
 
-        sent = self._position
-        step, groups = read_pictures(self._run.store, after=sent.picture_step)
+        before = self._position
+        step, groups = read_pictures(self._run.store, after=before.picture_step)
         if not groups:
             return
-        self._move(dataclasses.replace(sent, picture_step=step))
+        self._move(dataclasses.replace(before, picture_step=step))
         try:
             for group in groups:
                 tracker.log_image(group.key, group.images, step, caption=group.captions)
         except BaseException:
-            self._move_back(sent)
+            self._move_back(before)
             raise
 
     def _send_network(self, tracker: Any, checkpoint: str) -> None:
