@@ -82,27 +82,32 @@ def check_downloads(model: str, location: str) -> None:
                 f"--weights {location} cannot be downloaded ({silent}), and is not below HF_HOME on this machine; "
                 "check the network connection, or give a file."
             )
+        return
+
     # A file or an object of a bucket.
-    elif location != DEFAULT:
+    if location != DEFAULT:
         folder, slash, name = location.rpartition("/")
         if "://" in location and not open_store(folder + slash).exists(name):
             raise _no_file(location)
+        return
+
     # DEFAULT weights of torchvision. Its files have the names of its networks and a hash (resnet18-f37072fd.pth), so
     # names are compared by how they begin, without separators; the file of shufflenet_v2_x1_0 lacks the 0 at the end.
-    elif ":" not in model:
+    if ":" not in model:
         cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
         home = Path(os.environ.get("TORCH_HOME") or f"{cache}/torch").expanduser()
-        files = home.glob("hub/checkpoints/*")
         begins = re.sub(r"[._-]", "", model).rstrip("0")
-        is_here = any(re.sub(r"[._-]", "", file.name).startswith(begins) for file in files)
-        if not is_here:
-            from torchvision.models import get_model_weights  # deferred: it imports torch, which takes seconds
+        if any(re.sub(r"[._-]", "", file.name).startswith(begins) for file in home.glob("hub/checkpoints/*")):
+            return
+        from torchvision.models import get_model_weights  # deferred: it imports torch, which takes seconds
 
-            if silent := _silent_server(get_model_weights(model)["DEFAULT"].url):
-                raise not_downloaded("torchvision", model, silent)
+        if silent := _silent_server(get_model_weights(model)["DEFAULT"].url):
+            raise not_downloaded("torchvision", model, silent)
+        return
+
     # DEFAULT weights of timm, in repositories of Hugging Face. Only timm knows which one, and importing it takes
     # seconds, so it is asked only if the server is silent and any repository is kept on this machine.
-    elif (in_timm := timm_name(model)) is not None and (silent := _silent_server(_hub_server())):
+    if (in_timm := timm_name(model)) is not None and (silent := _silent_server(_hub_server())):
         from huggingface_hub import constants
 
         if any(Path(constants.HF_HUB_CACHE).glob("models--*")):
