@@ -31,8 +31,9 @@ def takes_config(function: Callable[P, R]) -> Callable[P, R]:
             signature.bind(*args, **kwargs)
         except TypeError as error:
             options, arguments = hints_of(TrainConfig), signature.parameters
-            option = next((given for given in kwargs if given in options and given not in arguments), "data")
-            unknown = next((given for given in kwargs if given not in options and given not in arguments), "")
+            unexpected = [argument for argument in kwargs if argument not in arguments]
+            option = next((argument for argument in unexpected if argument in options), "data")
+            unknown = next((argument for argument in unexpected if argument not in options), "")
             hint = did_you_mean(unknown, arguments) or similar_options(unknown)
             raise UsageError(
                 f"{name} cannot be called so: {error}{hint}; write {name}(raytrain.TrainConfig({option}=…)), and "

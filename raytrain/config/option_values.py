@@ -116,7 +116,7 @@ def read_values(config: Any) -> None:
         object.__setattr__(config, name, read_value(name, getattr(config, name), hint))
 
 
-def read_value(name: str, given: object, hint: Any, *, numbers_as_text: bool = True) -> Any:
+def read_value(name: str, value: object, hint: Any, *, numbers_as_text: bool = True) -> Any:
     """Return the value of the option ``name`` in plain types: those of JSON, and tuples.
 
     If the command line takes text, Python code may give values of other types: numbers in place of several texts, a
@@ -126,19 +126,19 @@ def read_value(name: str, given: object, hint: Any, *, numbers_as_text: bool = T
     Raises UsageError if it is not of the type ``hint``. Example: ``read_value("mean", [0.5], tuple[float, ...])``
     """
     # Try the value itself, then its text, then a tuple that has only this value, and for None an empty tuple.
-    value = _plain(given)
-    if not matches(value, hint) and str in _alternatives(hint):
-        value = _as_text(given, value, hint, numbers_as_text=numbers_as_text)
-    if not matches(value, hint) and matches((value,), hint):
-        value = (value,)
-    if value is None and not matches(None, hint) and matches((), hint):
-        value = ()
+    plain = _plain(value)
+    if not matches(plain, hint) and str in _alternatives(hint):
+        plain = _as_text(value, plain, hint, numbers_as_text=numbers_as_text)
+    if not matches(plain, hint) and matches((plain,), hint):
+        plain = (plain,)
+    if plain is None and not matches(None, hint) and matches((), hint):
+        plain = ()
 
     # Let NaN pass: check_limits refuses it with a sentence that names the limits.
-    is_nan = isinstance(value, float) and math.isnan(value) and float in _alternatives(hint)
-    if not matches(value, hint) and not is_nan:
-        raise _wrong_type(name, given, hint)
-    return value
+    is_nan = isinstance(plain, float) and math.isnan(plain) and float in _alternatives(hint)
+    if not matches(plain, hint) and not is_nan:
+        raise _wrong_type(name, value, hint)
+    return plain
 
 
 def matches(value: object, hint: Any) -> bool:
@@ -237,32 +237,31 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _as_text(given: object, value: object, hint: Any, *, numbers_as_text: bool) -> object:
-    """Return a Python value in the form of the command line, a text or a tuple of texts, if it has such a form.
+def _as_text(value: object, plain: object, hint: Any, *, numbers_as_text: bool) -> object:
+    """Return a Python ``value`` in the form of the command line: a text, or a tuple of texts.
 
-    ``given`` is the value that the user passed, and ``value`` is what :func:`_plain` made of it, which is returned
-    unchanged if the command line has no form for it.
+    If it has no such form there, return ``plain`` unchanged, which :func:`_plain` made of it.
     """
     # The annotation has the forms of the values in one text, such as "N|auto|MIN..MAX".
     forms = "|".join(form for form in getattr(hint, "__metadata__", ()) if isinstance(form, str)).split("|")
     pair = next((match[1] for form in forms if (match := _PAIR.fullmatch(form))), None)
-    items = cast("tuple[object, ...]", value) if isinstance(value, tuple) else (value,)
+    items = cast("tuple[object, ...]", plain) if isinstance(plain, tuple) else (plain,)
     takes_several = matches((), hint)
 
     # A dictionary becomes JSON, or METRIC=X if it has one entry; two values become a pair such as MIN..MAX.
-    if isinstance(given, Mapping):
+    if isinstance(value, Mapping):
         if "JSON" in forms:
-            entries = cast("Mapping[object, object]", given).items()
+            entries = cast("Mapping[object, object]", value).items()
             # What is no value of JSON becomes text, which the check of the option refuses with a sentence.
             return json.dumps({str(_plain(key)): _plain(item) for key, item in entries}, default=str)
-        return items[0] if len(items) == 1 and pair == "=" and matches(items[0], hint) else cast(object, value)
+        return items[0] if len(items) == 1 and pair == "=" and matches(items[0], hint) else cast(object, plain)
     if len(items) == 2 and pair is not None and not takes_several:
         return pair.join(map(str, items))
 
     # Numbers among several texts: a price, a tag, a column. A number for a name or a path is a mistake.
     if takes_several and numbers_as_text and all(type(item) in (int, float, str) for item in items):
         return tuple(map(str, items))
-    return cast(object, value)
+    return cast(object, plain)
 
 
 def _is_plain_text(value: object) -> bool:

@@ -121,7 +121,7 @@ _NEEDLESS = {
 
 
 def _says_how_to_change(options: type[T]) -> type[T]:
-    """Make ``options``, a frozen dataclass, raise UsageError where Python would raise FrozenInstanceError."""
+    """Make ``options``, a frozen dataclass, raise UsageError in place of Python's FrozenInstanceError."""
 
     def refuse(config: object, name: str, *value: object) -> NoReturn:
         if name not in hints_of(TrainConfig):
@@ -154,7 +154,7 @@ class TrainConfig(
     """
 
     def __new__(cls, *values: object, **options: object) -> Self:
-        """Make the object; raise UsageError, where Python would raise TypeError, for an unknown or unnamed option."""
+        """Make the object; raise UsageError in place of Python's TypeError for an unknown or unnamed option."""
         if values:
             example = f"data={values[0]!r}" if isinstance(values[0], str) else "learning_rate=0.1"
             raise UsageError(f"TrainConfig has a value without a name, {values[0]!r}; write {example}.")

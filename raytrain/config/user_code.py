@@ -73,7 +73,7 @@ def in_one_sentence(failure: str) -> Generator[None]:
 
 
 def describe(error: BaseException) -> str:
-    """Return the type and the first line of an exception, and where in the user's files it was raised, if there.
+    """Return the type and the first line of an exception, and the line of the user's files that raised it, if one did.
 
     Example: ``TypeError: … (my_loop.py, line 12: `loss.backward(1)`)``
     """

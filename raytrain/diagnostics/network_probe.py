@@ -46,7 +46,7 @@ class Interface:
 def interface_of(address: str) -> Interface | None:
     """Return the interface of this machine that has ``address``; None if none has, as behind address translation."""
     for name, addresses in psutil.net_if_addrs().items():
-        if any(own.address == address for own in addresses):
+        if address in [known.address for known in addresses]:
             megabits = psutil.net_if_stats()[name].speed
             return Interface(name, megabits * 10**6 if megabits > 0 else None)
     return None

@@ -223,7 +223,7 @@ def _number(value: float) -> str:
 
 
 def _format(value: float, small: str) -> str:
-    """Return the format of ``value``: ``small``, or that of a whole number from 100 to 100,000, where it is shorter."""
+    """Return the format ``small``, or, for a ``value`` from 100 to 100,000, that of whole numbers, which is shorter."""
     return ",.0f" if 100 <= abs(value) < 100_000 else small
 
 

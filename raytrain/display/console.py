@@ -45,7 +45,7 @@ def run_styles(runs: Sequence[object]) -> list[str]:
 
 
 class _Unflushed:
-    """An object that can only write, as a stream that is flushed in vain."""
+    """A stream around an object that can only write: flushing it does nothing."""
 
     def __init__(self, stream: IO[str]) -> None:
         self.write = stream.write

@@ -91,7 +91,7 @@ def parse(words: Sequence[str]) -> Space:
                 f"{flag}=log:LOW..HIGH."
             )
 
-        # A list of values, which is what anything but a range of numbers is.
+        # Anything but a range of numbers is a list of values.
         kind = kinds[name]
         if kind not in (int, float) or ".." not in text:
             space[name] = tuple(_listed_value(flag, name, value.strip(), kind) for value in text.split(","))

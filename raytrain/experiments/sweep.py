@@ -49,7 +49,7 @@ def sweep(
     signals: StopSignals | None = None,
     trust: bool = False,
 ) -> SweepResult:
-    """Sweep like :func:`raytrain.sweep`, where the arguments are described; without a ``view``, show nothing.
+    """Sweep like :func:`raytrain.sweep`, which describes the arguments; without a ``view``, show nothing.
 
     Raises UsageError, StorageError and TrainingFailed as that does.
 

@@ -170,7 +170,7 @@ def _new_sweep(vary: Sequence[str], options: SweepOptions, seed: int) -> Sweep:
 
 
 def _refuse_other_plan(stored: Sweep, title: str, vary: Sequence[str], options: SweepOptions) -> None:
-    """Raise UsageError if ``vary`` or ``options`` of a resume, where given, are not those of the sweep's start."""
+    """Raise UsageError if a resume is given a ``vary`` or ``options`` that are not those of the sweep's start."""
     # --trials may also count the points of a cross-validation, each of which is a trial on every fold.
     has_other_points = len(vary) > 0 and tuple(vary) != stored.vary
     if has_other_points or options.trials not in (None, stored.num_trials, stored.num_trials // stored.num_folds):

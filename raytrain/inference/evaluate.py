@@ -264,6 +264,6 @@ def _count_training_images(trained: TrainedRun, images: Store, manifest: Manifes
     return {"trained_on": int(is_same_place.sum()) + num_same_content, "all_compared": is_complete}
 
 
-def _with_sizes_of(others: Manifest, images: Manifest) -> Manifest:
-    """Return the ``images`` that may be copies of one of the ``others``: their files have as many bytes."""
-    return images.select(np.flatnonzero(np.isin(images.sizes_bytes, others.sizes_bytes)))
+def _with_sizes_of(originals: Manifest, images: Manifest) -> Manifest:
+    """Return the ``images`` that may be copies of one of the ``originals``: their files have as many bytes."""
+    return images.select(np.flatnonzero(np.isin(images.sizes_bytes, originals.sizes_bytes)))

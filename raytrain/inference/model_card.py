@@ -137,10 +137,10 @@ def _measured(accuracy: float | None, loss: float | None, row: MetricRow | None)
     """Return accuracy, loss, and the metrics of ``row`` that not every run has; "" without accuracy or loss."""
     if accuracy is None or loss is None:
         return ""
-    others = own_metrics(None, row)  # those of --metrics among them
+    other_metrics = own_metrics(None, row)  # those of --metrics among them
     return f"accuracy {accuracy:.2%}, loss {loss:.4g}" + "".join(
         f", {one_line(name.removeprefix('validation '))} {value:.4g}"
-        for name, value in others.items()
+        for name, value in other_metrics.items()
         if value is not None
     )
 

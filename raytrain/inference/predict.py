@@ -124,8 +124,8 @@ def predict(
     else:
         predictions = table.drop_columns(["key", "error", "truth", "answer", "loss"])
 
-    # A row for each image, in the manifest's order. An image that could not be read has its error alone: where the
-    # number of a row is null, Arrow takes a row of nulls.
+    # A row for each image, in the manifest's order. An image that could not be read has its error alone: for null in
+    # place of a row's number, Arrow takes a row of nulls.
     is_readable = table["error"].is_null()
     row_numbers = pc.if_else(is_readable, number_array(np.arange(len(table))), pa.nulls(len(table), pa.int64()))
     predictions = predictions.take(row_numbers)

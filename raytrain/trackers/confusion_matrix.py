@@ -59,7 +59,7 @@ def matrix_figure(cells: NDArray[np.int64], classes: Sequence[str]) -> Figure:
     for shades, chosen in ((right, truth == answers), (wrong, truth != answers)):
         np.maximum.at(shades, (truth[chosen] // square, answers[chosen] // square), fractions[chosen])
 
-    # Draw the shades: for each square the darker of its two, and none where both are 0. They are not linear, so that
+    # Draw the shades: for each square the darker of its two, and none if both are 0. They are not linear, so that
     # rare confusions are visible beside frequent ones. Class i is centred on i, so the axes end half a class beyond.
     end = num_squares * square - 0.5
     for colours, shades, other_shades in (("Blues", right, wrong), ("Oranges", wrong, right)):

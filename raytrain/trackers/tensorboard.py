@@ -70,6 +70,6 @@ class TensorBoardTracker:
             self._local.remove()
 
     def _upload(self) -> None:
-        """Copy the event files to the bucket; do nothing for a run in a folder, where they are written at once."""
+        """Copy the event files to the bucket; do nothing for a run in a folder, whose files are written in place."""
         for file in self._local.path.glob("events.*") if self._local else ():
             self._store.put(f"{self._path}/{file.name}", file.read_bytes())

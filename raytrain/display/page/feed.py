@@ -213,7 +213,7 @@ class Curves:
 
     def extend(self, rows: Sequence[MetricRow]) -> None:
         """Add rows; rows of another kind are left out, and rows whose step is not after the last one's."""
-        # Steps and values as columns, (num_rows,) each; NaN where a row lacks a metric. Stored rows are columns
+        # Steps and values as columns, (num_rows,) each; NaN if a row lacks a metric. Stored rows are columns
         # already. The names of a curve may be older than these rows, or too many to be kept.
         rows = rows_of_kind(rows, self._kind)
         if isinstance(rows, StoredRows):
@@ -262,7 +262,7 @@ class Curves:
     def _merge(self, first: int, count: int, size: int) -> None:
         """Merge the rows or points from index ``first`` on, ``size`` at a time, into ``count`` points in their place.
 
-        A point has the last step of its rows. Its values are those of the rows where these are known and finite.
+        A point has the last step of its rows. Its values are those of its rows that are known and finite.
         """
         # Each row of these arrays (count, size) becomes a point.
         end = first + count * size

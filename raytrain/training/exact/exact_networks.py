@@ -252,15 +252,15 @@ def _find_rows(
             nested, is_record = [getattr(value, field.name) for field in dataclasses.fields(value)], True
         elif not is_within_object and not isinstance(value, (type, ModuleType, FunctionType, nn.Module)):
             nested, is_object = getattr(value, "__dict__", {}).values(), True
-        found = _find_rows(
+        inner = _find_rows(
             nested,
             in_objects=in_objects,
             fewest=in_objects if is_record or is_object else fewest,
             is_within_object=is_within_object or is_object,
         )
-        if found is None or found[0] is None:
+        if inner is None or inner[0] is None:
             continue
-        if isinstance(value, list) and found[0].ndim == 3 and isinstance(value[0], Mapping):
-            return found[0], len(value)
-        return found
+        if isinstance(value, list) and inner[0].ndim == 3 and isinstance(value[0], Mapping):
+            return inner[0], len(value)
+        return inner
     return None

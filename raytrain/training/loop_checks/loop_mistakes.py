@@ -95,15 +95,15 @@ def check_named_function(option: str, name: str, *, is_loop: bool = False, runs_
             _check_definition(f"{option} {name}", cast(ast.FunctionDef, definition), str(file))
 
 
-def _refuse_if_no_function(whose: str, last: ast.stmt | None, file: str, *, is_loop: bool) -> None:
+def _refuse_if_no_function(subject: str, last: ast.stmt | None, file: str, *, is_loop: bool) -> None:
     """Raise UsageError if the ``last`` statement that assigns a name does not make it a function that can be called.
 
     These are a plain value, such as a number or a list, and for a loop, a class or a lambda with other arguments.
-    ``whose`` begins the sentence: an option and the name.
+    ``subject`` begins the sentence: an option and the name.
     """
     if is_loop and isinstance(last, ast.ClassDef):
         raise UsageError(
-            f"{whose} is a class, and a loop is a function of one argument, the run ({line_of(file, last.lineno)})."
+            f"{subject} is a class, and a loop is a function of one argument, the run ({line_of(file, last.lineno)})."
         )
     if not isinstance(last, (ast.Assign, ast.AnnAssign)) or last.value is None:
         return
@@ -111,16 +111,16 @@ def _refuse_if_no_function(whose: str, last: ast.stmt | None, file: str, *, is_l
     if not all(isinstance(target, ast.Name) for target in targets):
         return  # such as `train, test = make_loops()`, whose value is that of no single name
     if isinstance(last.value, _PLAIN_VALUES):
-        raise UsageError(f"{whose} is no function ({line_of(file, last.lineno)}); name one that can be called.")
+        raise UsageError(f"{subject} is no function ({line_of(file, last.lineno)}); name one that can be called.")
     if is_loop and isinstance(last.value, ast.Lambda):
-        _refuse_other_arguments(whose, last.value.args, line_of(file, last.lineno))
+        _refuse_other_arguments(subject, last.value.args, line_of(file, last.lineno))
 
 
-def _refuse_if_calls_run_nothing(whose: str, flags: int, *, is_loop: bool = True) -> None:
+def _refuse_if_calls_run_nothing(subject: str, flags: int, *, is_loop: bool = True) -> None:
     """Raise UsageError if the ``flags`` of a function's code are those of a generator or a coroutine."""
     if flags & (inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR):
         advice = "a loop is a plain function" if is_loop else "give a plain function"
-        raise UsageError(f"{whose} has yield or async, so that a call runs nothing of it; {advice}.")
+        raise UsageError(f"{subject} has yield or async, so that a call runs nothing of it; {advice}.")
 
 
 def check_loop_function(loop: Callable[..., Any]) -> None:
@@ -214,7 +214,7 @@ def _names_stored(codes: Iterable[CodeType]) -> set[str]:
     return {instruction.argval for instruction in instructions if instruction.opname in ("STORE_NAME", "STORE_GLOBAL")}
 
 
-def _refuse_undefined(whose: str, codes: Iterator[tuple[CodeType, Any]]) -> None:
+def _refuse_undefined(subject: str, codes: Iterator[tuple[CodeType, Any]]) -> None:
     """Raise UsageError for the first name that code reads and that nothing defines.
 
     ``codes`` are pairs of code and the names that are defined for it. Code that names NameError is left out: it
@@ -233,7 +233,7 @@ def _refuse_undefined(whose: str, codes: Iterator[tuple[CodeType, Any]]) -> None
             where = line_of(code.co_filename, number)
             local_names = [*code.co_varnames, *code.co_cellvars, *code.co_freevars]
             hint = did_you_mean(name, [*local_names, *defined, *dir(builtins)])
-            raise UsageError(f"{whose}: NameError: name {name!r} is not defined{hint} ({where}).")
+            raise UsageError(f"{subject}: NameError: name {name!r} is not defined{hint} ({where}).")
 
 
 def _defines(node: ast.stmt, name: str) -> bool:
@@ -241,14 +241,14 @@ def _defines(node: ast.stmt, name: str) -> bool:
     return isinstance(node, ast.FunctionDef) and node.name == name
 
 
-def _check_definition(whose: str, loop: ast.FunctionDef, file: str) -> None:
+def _check_definition(subject: str, loop: ast.FunctionDef, file: str) -> None:
     """Raise UsageError if a loop cannot be called with a run, or uses an attribute that a run does not have.
 
     A loop with a decorator is not checked.
     """
     if loop.decorator_list:
         return  # the decorator decides which arguments it takes
-    _refuse_other_arguments(whose, loop.args, line_of(file, loop.lineno))
+    _refuse_other_arguments(subject, loop.args, line_of(file, loop.lineno))
 
     # The run is the first argument. Nothing is refused if the loop assigns that name again, sets the attribute itself,
     # or looks for missing attributes.
@@ -275,10 +275,10 @@ def _check_definition(whose: str, loop: ast.FunctionDef, file: str) -> None:
         is_special = node.attr.startswith("__")  # such as __dict__
         if node.attr not in run_attributes() | set_by_loop and not is_special:
             hint = did_you_mean(node.attr, [name for name in run_attributes() if not name.startswith("_")])
-            raise UsageError(f"{whose}: a run has no {node.attr!r}{hint} ({line_of(file, node.lineno)}).")
+            raise UsageError(f"{subject}: a run has no {node.attr!r}{hint} ({line_of(file, node.lineno)}).")
 
 
-def _refuse_other_arguments(whose: str, arguments: ast.arguments, where: str) -> None:
+def _refuse_other_arguments(subject: str, arguments: ast.arguments, where: str) -> None:
     """Raise UsageError if a loop with these ``arguments`` cannot be called with a run alone."""
     positional = [*arguments.posonlyargs, *arguments.args]
     num_required = len(positional) - len(arguments.defaults)
@@ -290,7 +290,7 @@ def _refuse_other_arguments(whose: str, arguments: ast.arguments, where: str) ->
     if num_required > 1 or required_by_name or not (positional or arguments.vararg):
         names = [argument.arg for argument in positional[:num_required]] + required_by_name
         takes = f"needs {len(names)} arguments, {', '.join(names)}" if names else "takes no argument"
-        raise UsageError(f"{whose} {takes}, and a loop is called with one, the run ({where}).")
+        raise UsageError(f"{subject} {takes}, and a loop is called with one, the run ({where}).")
 
 
 @cache

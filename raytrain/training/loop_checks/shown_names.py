@@ -65,6 +65,7 @@ class _Uses:
         return all(self._is_shown(node) for node in self._nodes if _name_of(node) == name)
 
     def _is_shown(self, node: ast.AST) -> bool:
+        """Return whether the ``node``, a use of a name, shows its value, or computes what is only shown."""
         if isinstance(node, (ast.Name, ast.Attribute)) and not isinstance(node.ctx, ast.Load):
             return True
         # Go up to the call that gets the value, or to the statement.

@@ -94,8 +94,9 @@ class SwappedImages:
         if (num_images := batch.num_used) < 2:
             return
 
-        # The groups are drawn, because a loop may compare neighbours. The classes come before each other, so that the
-        # groups have different numbers of each, but for every fourth pair: most classes are in both groups.
+        # Draw the images of the two groups, because a loop may compare neighbours. Sort them by their classes, so that
+        # the groups have different numbers of each class. Then exchange every fourth pair of images, so that most
+        # classes are in both groups.
         half = num_images // 2
         drawn = torch.randperm(num_images, generator=torch.Generator().manual_seed(num_images))
         drawn = drawn[batch.labels.cpu()[drawn].argsort(stable=True)]
@@ -203,15 +204,16 @@ class SwappedImages:
         if not any(loss in self._variants for loss in numbers):
             return
         with searching("the loss with swapped images"):
-            own = sum(loss.item() for loss in numbers)
+            loss_of_step = sum(loss.item() for loss in numbers)
             exchanged, first, second = (
                 sum(self._variant(loss, variant).item() for loss in numbers) for variant in range(_NUM_VARIANTS)
             )
             rounding = max(_ROUNDING.get(loss.dtype, _COARSE_ROUNDING) for loss in numbers)
-            bound = (_COARSE_ROUNDING if self._is_coarse else rounding) * max(map(abs, (own, exchanged, first, second)))
-            self._exchange_adds += own - exchanged
+            largest = max(map(abs, (loss_of_step, exchanged, first, second)))
+            bound = (_COARSE_ROUNDING if self._is_coarse else rounding) * largest
+            self._exchange_adds += loss_of_step - exchanged
             self._bound += bound
-            self.compares_images = abs(own + exchanged - first - second) > bound  # False for NaN
+            self.compares_images = abs(loss_of_step + exchanged - first - second) > bound  # False for NaN
             self._may_change |= self.compares_images  # as a loss that compares neighbours does, which has its own note
 
     @property
@@ -234,9 +236,9 @@ class SwappedImages:
         """
         if tensor not in self._variants or not tensor.ndim or len(tensor) != self._orders.shape[1]:
             return False
-        exchanged, own = self._variant(tensor, 0), tensor.detach()
-        own_rows = own[self._orders[0].to(own.device)]
-        return bool(_are_close(own_rows, exchanged).all()) and not bool(_are_close(own, exchanged).all())
+        exchanged, values = self._variant(tensor, 0), tensor.detach()
+        swapped_rows = values[self._orders[0].to(values.device)]
+        return bool(_are_close(swapped_rows, exchanged).all()) and not bool(_are_close(values, exchanged).all())
 
     def mixes(self, tensor: Tensor) -> bool:
         """Return whether a number in ``tensor`` depends on images of both groups; False if it has no variants."""
@@ -244,10 +246,10 @@ class SwappedImages:
         if variants is None:
             return False
         exchanged, first, second = variants
-        own = tensor.detach()
+        values = tensor.detach()
         # A number of A's images alone is the same in L(a, b) and L(a, a), and so on.
-        is_of_first = _are_close(own, first) & _are_close(exchanged, second)
-        is_of_second = _are_close(own, second) & _are_close(exchanged, first)
+        is_of_first = _are_close(values, first) & _are_close(exchanged, second)
+        is_of_second = _are_close(values, second) & _are_close(exchanged, first)
         return not bool((is_of_first | is_of_second).all())
 
     def _may_tell_places(self, name: str, kwargs: Any, tensors: list[Tensor]) -> bool:
@@ -262,9 +264,9 @@ class SwappedImages:
             return any(tensor in self._variants and not self._is_same_if_exchanged(tensor) for tensor in tensors)
         if name in TAKE_WEIGHTS:
             return False
-        others = [tensor for tensor in tensors if tensor not in self._variants and id(tensor) not in self._weights]
-        have_rows = (other for other in others if other.ndim and len(other) >= self._orders.shape[1])
-        return not all(bool((other == other[:1]).all()) for other in have_rows)
+        unknown = [tensor for tensor in tensors if tensor not in self._variants and id(tensor) not in self._weights]
+        have_rows = (tensor for tensor in unknown if tensor.ndim and len(tensor) >= self._orders.shape[1])
+        return not all(bool((tensor == tensor[:1]).all()) for tensor in have_rows)
 
     def _is_same_if_exchanged(self, tensor: Tensor) -> bool:
         """Return whether ``tensor``, one that has variants, has one number, the same if all images are exchanged."""
@@ -336,14 +338,14 @@ def is_collective(func: Any) -> bool:
     return module.startswith(("torch.distributed", "torch._ops._c10d_functional", "torch._ops.c10d"))
 
 
-def _with_statistics(func: Any, own: Any, args: Any) -> Any:
-    """Return ``args`` with the statistics of the loop's own images, if ``func`` is batch norm with those of a batch.
+def _with_statistics(func: Any, loops_args: Any, args: Any) -> Any:
+    """Return ``args``, a variant of ``loops_args``; for batch norm, with the statistics of the loop's own images.
 
-    ``own`` are the arguments of the loop's own call. Batch norm of a prepared network compares images, rightly.
+    Otherwise a layer that normalises with its batch would compare the images; one of a prepared network may do that.
     """
     if func is not torch.batch_norm or not args[5]:
         return args
-    images = own[0].detach()
+    images = loops_args[0].detach()
     variance, mean = torch.var_mean(images, [dim for dim in range(images.ndim) if dim != 1], correction=0)
     return (*args[:3], mean, variance, False, *args[6:])
 

@@ -48,9 +48,9 @@ class _Examples(NamedTuple):
 
     def worst(self, other: _Examples | None = None) -> _Examples:
         """Return the 16 images with the largest losses among these and the ``other`` ones, the largest first."""
-        both = _Examples(*map(torch.cat, zip(self, other, strict=True))) if other else self
-        worst = both.losses.topk(min(_NUM_IMAGES, len(both.losses))).indices
-        return _Examples(*(column[worst] for column in both))
+        joined = _Examples(*map(torch.cat, zip(self, other, strict=True))) if other else self
+        worst = joined.losses.topk(min(_NUM_IMAGES, len(joined.losses))).indices
+        return _Examples(*(column[worst] for column in joined))
 
 
 class Gallery:

@@ -216,9 +216,9 @@ def _difference(weights: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -
         shown = some_of([f"{name} ({_shape_text(weights[name])})" for name in unknown])
         differences.append(f"they have {shown}, which the network lacks")
     if reshaped:
-        first, *rest = reshaped
+        first, *further = reshaped
         shapes = f"their {first} is {_shape_text(weights[first])}, and the network's is {_shape_text(expected[first])}"
-        differences.append(f"{shapes}; the shapes of {some_of(rest)} differ, too" if rest else shapes)
+        differences.append(f"{shapes}; the shapes of {some_of(further)} differ, too" if further else shapes)
     if missing and unknown:
         advice += (
             ", or, if it is the same and only the names differ, save them under the network's, such as "
