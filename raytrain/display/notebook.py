@@ -6,6 +6,7 @@ import io
 import re
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
@@ -67,7 +68,11 @@ class NotebookView:
     """
 
     def __init__(self, stop: Callable[[], None]) -> None:
-        self._widget = _widget(stop)
+        self._widget: RunWidget | None = None
+        with suppress(ImportError):  # the extra `notebook` is not installed
+            from raytrain.display.page.widget import RunWidget
+
+            self._widget = RunWidget(stop)
         self._output = CellOutput(WAITING, self._widget)
         self._output.start()
         self._rows = sample_of_rows()
@@ -111,15 +116,6 @@ def as_html(page: RenderableType) -> str:
     # Few fonts have braille dots. The browser takes them from another font, whose width would break the lines, so each
     # gets a box as wide as a character. A braille cell without dots becomes a space, which needs no box.
     return _DOTS.sub(rf'<i style="{_CELL}">\g<0></i>', html.replace("\u2800", " "))
-
-
-def _widget(stop: Callable[[], None]) -> RunWidget | None:
-    """Return a widget whose Stop button calls ``stop``; None if the extra ``notebook`` is not installed."""
-    try:
-        from raytrain.display.page.widget import RunWidget
-    except ImportError:
-        return None
-    return RunWidget(stop)
 
 
 def is_notebook() -> bool:

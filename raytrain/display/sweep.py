@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -287,9 +287,26 @@ def sweep_page(result: SweepResult, config: TrainConfig, picture: str | None = N
         heading = resume_heading("Resume the stopped and failed trials", result.stop_reason)
         parts += [Text(heading), command_line(command)]
 
-    # Where the curves are, the best trial, which is the first one, and commands that use it.
-    values_of_best = f": {as_typed(trials[0].values)}" if trials else ""
-    return Group(*parts, Text(), *_conclusion(result, values_of_best, config.storage, picture))
+    # The file with all curves.
+    parts.append(Text())
+    if picture is not None:
+        parts.append(Text(f"All curves are in the picture {one_line(picture)}. They are also shown by"))
+        parts.append(command_line(shell_command("compare", result.name, storage=config.storage)))
+
+    # The best trial, which is the first one, its checkpoints, and commands that use it. As on the page of a single run,
+    # the commands trust the user's own code, which the user has just run.
+    if result.best is not None:
+        store = run_store(config.storage, result.best)
+        values_of_best = f": {as_typed(trials[0].values)}"
+        parts.append(Text.assemble("The best is ", (result.best, "bold"), values_of_best))
+        if checkpoint := best_checkpoint(store):
+            newest = newest_checkpoint(store)
+            last = "it is also its last one" if newest == checkpoint else f"its last one is {newest}"
+            parts.append(Text(f"Its best checkpoint is {checkpoint}, which the commands below use; {last}."))
+        of_best = read_config(store) if store.exists(CONFIG) else None
+        own_code = any(map(names_own_function, (of_best.model, of_best.loop) if of_best else ()))
+        parts.append(try_next(result.best, config.storage, trust=own_code))
+    return Group(*parts)
 
 
 def _trial_columns(trials: Sequence[TrialResult]) -> list[Column]:
@@ -321,31 +338,6 @@ def _reason_text(trial: TrialResult) -> str:
     """Return why a trial failed or stopped, without its name, which is shown already."""
     reason = stop_text(trial.reason) if isinstance(trial.reason, StopReason) else trial.reason or ""
     return one_line(reason.removeprefix(f"Run {trial.name!r} failed: "))
-
-
-def _conclusion(
-    result: SweepResult, values_of_best: str, storage: str, picture: str | None
-) -> Iterator[RenderableType]:
-    """Yield the file with all curves, the best trial with its checkpoints, and commands that use it.
-
-    ``values_of_best`` is added to the name of the best trial. The file ``picture`` is left out if it is None, and the
-    best trial if there is none.
-    """
-    if picture is not None:
-        compare = shell_command("compare", result.name, storage=storage)
-        yield Text(f"All curves are in the picture {one_line(picture)}. They are also shown by")
-        yield command_line(compare)
-    if result.best is not None:
-        store = run_store(storage, result.best)
-        yield Text.assemble("The best is ", (result.best, "bold"), values_of_best)
-        if checkpoint := best_checkpoint(store):
-            newest = newest_checkpoint(store)
-            last = "it is also its last one" if newest == checkpoint else f"its last one is {newest}"
-            yield Text(f"Its best checkpoint is {checkpoint}, which the commands below use; {last}.")
-        # As on the page of a single run, the commands trust the user's own code, which the user has just run.
-        config = read_config(store) if store.exists(CONFIG) else None
-        own_code = any(map(names_own_function, (config.model, config.loop) if config else ()))
-        yield try_next(result.best, storage, trust=own_code)
 
 
 def sweep_figure(result: SweepResult) -> Figure:

@@ -7,6 +7,7 @@ import importlib.util
 import io
 import json
 import os
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -29,7 +30,6 @@ from raytrain.inference.huggingface_folder import (
     WEIGHTS,
     check_new_folder,
     lines_with_timm,
-    upload_command,
     write_network,
 )
 from raytrain.inference.model_card import example, model_card, network_lines, preprocessing
@@ -66,7 +66,7 @@ class ExportResult:
     same_answers: int  # how many of these have the same predicted class
     largest_difference: float  # largest difference of a logit
     card: str | None = None  # the model card beside weights
-    upload: str | None = None  # the command that uploads a folder to the Hub
+    upload: str | None = None  # the command that uploads a folder to the Hub; a bucket has to be copied first
     example: str = ""  # lines of Python that use the file without raytrain
 
     def summary(self) -> dict[str, Any]:
@@ -210,7 +210,7 @@ def _export_folder(run: str, output: str, data: Location | None, storage: str, *
         classes=classifier.classes,
         **comparison,
         card=f"{output.rstrip('/')}/{CARD}",
-        upload=upload_command(output),
+        upload=None if "://" in output else shlex.join(["hf", "upload", "OWNER/NAME", output]),
         example=lines,
     )
 

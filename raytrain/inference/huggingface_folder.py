@@ -7,7 +7,6 @@ names of its own for what raytrain's options are called: ``crop_mode`` is --resi
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 
 from torch import nn
@@ -107,8 +106,3 @@ def lines_with_timm(output: str, classifier: Classifier) -> str:
         pad=_BLACK if classifier.cropping.resize == "pad" else "",
         activation="softmax(dim=0)" if classifier.thresholds is None else "sigmoid()",
     )
-
-
-def upload_command(output: str) -> str | None:
-    """Return the command of the Hub that uploads a folder; None for a bucket, which has to be copied first."""
-    return None if "://" in output else shlex.join(["hf", "upload", "OWNER/NAME", output])
