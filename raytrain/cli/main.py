@@ -208,14 +208,14 @@ def _print_error(error: Exception, as_json: bool) -> int:
             sentence = f"On the cluster's head, {socket.gethostname()}, where this job runs: {sentence}"
     else:
         # This exception is our own mistake, and the run may have taken hours: the traceback is kept in a file.
-        trace, kept = redact("".join(traceback.format_exception(error))), ""
+        trace, log_place = redact("".join(traceback.format_exception(error))), ""
         with suppress(OSError):  # there may be no temporary folder that can be written
             number, log = tempfile.mkstemp(prefix="raytrain-", suffix=".log")
             with open(number, "w", encoding="utf-8") as file:
                 file.write(trace)
-            kept = f"the traceback is in {log}; "
+            log_place = f"the traceback is in {log}; "
         message = (str(error).strip().splitlines() or ["no message"])[-1]
-        sentence = redact(f"unexpected {type(error).__name__}: {message} ({kept}--debug shows the traceback here)")
+        sentence = redact(f"unexpected {type(error).__name__}: {message} ({log_place}--debug shows the traceback here)")
     print(f"raytrain: {one_line(sentence)}", file=sys.stderr, flush=True)
     if as_json:
         from raytrain.runs.documents import plain

@@ -49,7 +49,7 @@ class ParseErrors:
 
     @contextmanager
     def as_usage_errors(self) -> Generator[None]:
-        """Raise UsageError in this context, in which tyro would print a box and exit."""
+        """Have tyro raise UsageError in this context, instead of printing a box and exiting."""
 
         def refuse(event: events.ParseErrorEvent) -> NoReturn:
             raise UsageError(self._sentence(event))

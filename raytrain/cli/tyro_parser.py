@@ -374,15 +374,14 @@ def _summary(command: Callable[..., Any]) -> str:
 
 
 def _about_recipe(name: str, command: Callable[..., Any], *, is_only: bool, num_options: int | None) -> str:
-    """Return the line of a recipe in a list of recipes; if it is the only one, with the rest of the command's help.
+    """Return the line of a recipe in a list of recipes; if it is the only one, with more of the command's help.
 
-    The rest is all that follows the first paragraph of the command's docstring, with this recipe in the example.
-
+    That is all that follows the first paragraph of the command's docstring, with this recipe in the example.
     ``num_options`` is the number of options that the command has, if the help shows only some of them; else None.
     """
     line = _summary(RECIPES[name])
     if not is_only:
         return line
-    rest = _description(command).partition("\n\n")[2].replace("cifar10", name)
+    paragraphs = _description(command).partition("\n\n")[2].replace("cifar10", name)
     more = "" if num_options is None else f"\n\nThe options that most people use; {ALL_HELP} shows all {num_options}."
-    return f"{line}\n\n{rest}{more}"
+    return f"{line}\n\n{paragraphs}{more}"

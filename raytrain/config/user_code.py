@@ -105,10 +105,7 @@ def line_of(file: str, number: int) -> str:
 
 
 def _first_words(text: str, num_chars: int) -> str:
-    """Return a text, or of a longer one the words of its first ``num_chars`` characters.
-
-    It is cut between words: a part of a secret would not be found any more and redacted.
-    """
+    """Cut ``text`` to ``num_chars`` characters, between two words, since a part of a secret would not be redacted."""
     return text if len(text) <= num_chars else f"{text[:num_chars].rpartition(' ')[0]} …"
 
 

@@ -191,8 +191,8 @@ def _suspicious_images(
 ) -> SuspiciousImages | None:
     """Return the images whose labels look wrong to the run in ``store``; None if it does not rank its labels.
 
-    If ``write_to`` names a label file, write it, and those of parts in other folders. Raises UsageError if it does, and
-    the run does not rank its labels.
+    If ``write_to`` names a label file, write it, and those of parts in other folders; raise UsageError then if the run
+    does not rank its labels.
     """
     ranked = rank_labels(config, store, data) if config.resume else None
     if write_to is not None:

@@ -190,17 +190,17 @@ def add_row(table: Table, *cells: RenderableType) -> None:
     table.add_row(*(Text(one_line(cell)) if isinstance(cell, str) else cell for cell in cells))
 
 
-def class_table(numbers: Sequence[str], rows: Sequence[Sequence[RenderableType]], others: str) -> RenderableType:
-    """Return a table of the first 20 classes, and a line with the number of the others, if there are any.
+def class_table(numbers: Sequence[str], rows: Sequence[Sequence[RenderableType]], adjective: str) -> RenderableType:
+    """Return a table of the first 20 classes, and a line with the number of those left out, if there are any.
 
-    A row has the name of a class and a cell below each heading in ``numbers``. ``others`` is an adjective for the
-    classes that are left out, such as ``better``.
+    A row has the name of a class and a cell below each heading in ``numbers``. The ``adjective`` is that of the classes
+    that are left out, such as ``better``.
     """
     table = headed_table(["class"], numbers, rows[:_NUM_CLASSES])
     num_more = len(rows) - _NUM_CLASSES
     if num_more <= 0:
         return table
-    more = Text(f" and {format_count(num_more, f'{others} class')}; --json lists them all", style="dim")
+    more = Text(f" and {format_count(num_more, f'{adjective} class')}; --json lists them all", style="dim")
     return Group(table, more)
 
 

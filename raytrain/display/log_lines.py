@@ -21,13 +21,13 @@ class LogLines:
         self._lines_before: dict[str, list[str]] = {}  # of each log when it was printed last, by its heading
         self._last_heading = ""  # of the line that was printed last; "" for events, which have none
 
-    def events(self, snapshot: Snapshot) -> None:
+    def print_events(self, snapshot: Snapshot) -> None:
         """Print the events since the last call, each with its time in the run, and why the run failed."""
         lines = [f"{format_duration(at_s)}  {one_line(event_text(event))}" for _, at_s, event in snapshot.events]
         error = snapshot.result and snapshot.result.error
         self._print("", [*lines, one_line(error)] if error else lines)
 
-    def printed(self, process: str, logs: Sequence[StoredLog], *, grows: bool) -> None:
+    def print_process(self, process: str, logs: Sequence[StoredLog], *, grows: bool) -> None:
         """Print the lines that a process has printed since the last call.
 
         If the log ``grows``, a last line without an end waits for the rest of it.

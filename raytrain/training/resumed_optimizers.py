@@ -101,14 +101,14 @@ class ResumedOptions:
     def restore_entered(self) -> None:
         """Set the options and the state that were kept in all optimizers, and forget them."""
         for optimizer, (options, states) in self._entered.items():
-            for kept, group in zip(options, optimizer.param_groups, strict=False):  # the loop may have added groups
-                _restore(group, kept)
-            for key, kept in states.items():
+            for before, group in zip(options, optimizer.param_groups, strict=False):  # the loop may have added groups
+                _restore(group, before)
+            for key, before in states.items():
                 # Some optimizers keep a number of their own beside the states of the weights, which are dictionaries.
-                if isinstance(kept, dict) and isinstance(optimizer.state.get(key), dict):
-                    _restore(optimizer.state[key], kept)
+                if isinstance(before, dict) and isinstance(optimizer.state.get(key), dict):
+                    _restore(optimizer.state[key], before)
                 else:
-                    optimizer.state[key] = kept
+                    optimizer.state[key] = before
         self._entered.clear()
 
     def restore_added_groups(self, optimizer: Optimizer, before: list[Options]) -> None:
@@ -126,7 +126,7 @@ class ResumedOptions:
 
 
 def options_of(group: Options) -> Options:
-    """Return a copy of the options of an optimizer's ``group``: all but its parameters and what ``begun`` keeps.
+    """Return copies of the options of an optimizer's ``group``, without its parameters or what this module adds.
 
     A rate that is a tensor is copied, too, because schedulers change it in place.
 
@@ -142,7 +142,7 @@ def _scheduled(options: Options) -> Options:
 
 
 def _begun(built: Options, group: Options) -> Options:
-    """Return the options with which the epochs begin, by name as in ``built``, those with which the loop has built it.
+    """Return the options with which a ``group`` begins the epochs; the loop has built it with the options ``built``.
 
     The rate from which a scheduler starts is that of the loop, because on a resume the scheduler finds the one of the
     checkpoint in the ``group``, and keeps it.
@@ -184,13 +184,13 @@ def _apply_changes(begun: Options, group: Options) -> float:
 
 
 def _copy(options: Any) -> Any:
-    """Return nested ``options`` or states with a copy of each tensor, which what changes it in place leaves alone."""
+    """Return nested ``options`` or states with a copy of each tensor, because a step changes tensors in place."""
     return tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf, options)
 
 
-def _restore(options: Options, kept: Options) -> None:
-    """Set ``options`` to those ``kept``: a tensor in place, because a compiled optimizer has this one."""
-    for name, value in kept.items():
+def _restore(options: Options, before: Options) -> None:
+    """Set ``options`` to their values ``before``: a tensor in place, because a compiled optimizer has this one."""
+    for name, value in before.items():
         current = options.get(name)
         if isinstance(value, torch.Tensor) and isinstance(current, torch.Tensor) and current.shape == value.shape:
             current.copy_(value)

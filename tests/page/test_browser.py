@@ -230,7 +230,7 @@ def test_a_page_says_what_a_run_waits_for_that_starts(visit: Visit, tmp_path: Pa
     with PageServer(runs, 0) as server:
         page = visit(server.url)
         for phase in ("listing the images …", "starting the workers …"):
-            runs.starting(phase)
+            runs.show_phase(phase)
             expect(page.locator("main")).to_have_text(phase)
         runs.update(snapshot([], status="starting"))
         expect(page.locator(".progress-text")).to_contain_text("waiting for the workers … · 0 %")

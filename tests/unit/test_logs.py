@@ -235,10 +235,10 @@ def test_lines_are_shown_once_they_have_ended_and_without_secrets(
 def test_each_line_is_printed_once_below_whose_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     lines = LogLines(print)
     error = StoredLog("1", "err", "\x1b[2J\n")
-    lines.printed("worker 0", [StoredLog("1", "out", "a\n 5%\r10%\nhalf")], grows=True)
-    lines.printed("worker 0", [StoredLog("1", "out", "a\n 5%\r10%\nhalf a line\n"), error], grows=True)
-    lines.printed("worker 0", [StoredLog("1", "out", "10%\nhalf a line\nlast\n"), error], grows=True)
-    lines.printed("worker 0", [StoredLog("1", "out", "last\n40%\r50%\r"), error], grows=False)
+    lines.print_process("worker 0", [StoredLog("1", "out", "a\n 5%\r10%\nhalf")], grows=True)
+    lines.print_process("worker 0", [StoredLog("1", "out", "a\n 5%\r10%\nhalf a line\n"), error], grows=True)
+    lines.print_process("worker 0", [StoredLog("1", "out", "10%\nhalf a line\nlast\n"), error], grows=True)
+    lines.print_process("worker 0", [StoredLog("1", "out", "last\n40%\r50%\r"), error], grows=False)
     assert capsys.readouterr().out.splitlines() == [
         "== worker 0, started 1, standard output",
         "a",

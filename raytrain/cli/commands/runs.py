@@ -231,9 +231,9 @@ def logs(
 
     def show(snapshot: Snapshot) -> None:
         if not log_readers:
-            lines.events(snapshot)
+            lines.print_events(snapshot)
         for log in log_readers:
-            lines.printed(log.process.replace("-", " "), log.read(), grows=follow and not snapshot.over)
+            lines.print_process(log.process.replace("-", " "), log.read(), grows=follow and not snapshot.over)
 
     if follow:
         with suppress(KeyboardInterrupt):

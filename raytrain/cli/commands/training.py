@@ -118,7 +118,7 @@ def _views(config: TrainConfig, signals: StopSignals, watch: bool) -> Generator[
         terminal.update(snapshot)
 
     watched = WatchedRuns(config.storage, [config.name] if config.name else [], signals.request_stop)
-    with PageServer(watched) as server, startup_lines(watched.starting):
+    with PageServer(watched) as server, startup_lines(watched.show_phase):
         print_address(server)
         with TerminalView() as terminal:
             yield show

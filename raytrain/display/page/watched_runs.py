@@ -85,7 +85,7 @@ class WatchedRuns:
         feed.update(snapshot)
         self.on_change()
 
-    def starting(self, phase: str) -> None:
+    def show_phase(self, phase: str) -> None:
         """Show the phase of a start, such as ``listing the images``."""
         self.phase = phase
         self.on_change()

@@ -158,7 +158,7 @@ class _Call(NamedTuple):
 
 
 class _Update(NamedTuple):
-    """What a call of ``layer``, joined over the workers, adds to its running statistics."""
+    """The statistics of one call of ``layer``, joined over the workers, for its running statistics."""
 
     layer: AggregatedBatchNorm
     mean: Tensor  # (C,)
@@ -215,7 +215,7 @@ def _joined_updates(calls: list[tuple[AggregatedBatchNorm, _Call]], nums_calls: 
 
 
 class ConvertedBatchNorm(_BatchNorm):
-    """The base of all kinds. Layers get their class from ``convert`` or ``freeze``, never from a constructor."""
+    """Base class of the batch norm layers that ``convert`` and ``freeze`` make of a network's own."""
 
     kinds: tuple[type[ConvertedBatchNorm], type[_BatchNorm]]  # the two bases of the layer's class
     placeholder: bool  # this rank's images don't count

@@ -133,9 +133,9 @@ class _SampledDropout(nn.Module):
         rate = options.drop_prob or 0.0 if hasattr(self, "drop_prob") else options.p
         if not self.training or rate == 0:
             return input
-        kept = self.random_numbers(input) >= rate
+        is_kept = self.random_numbers(input) >= rate
         scale = 1 / (1 - rate) if getattr(self, "scale_by_keep", True) and rate < 1 else 1.0
-        return input * kept.to(input.dtype).mul_(scale)
+        return input * is_kept.to(input.dtype).mul_(scale)
 
     def random_numbers(self, input: Tensor) -> Tensor:
         """Return uniform random numbers in [0, 1), float64, that broadcast against ``input``, and count the call.

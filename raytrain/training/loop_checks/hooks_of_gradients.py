@@ -75,9 +75,9 @@ class _Products(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         dependent = [tensor for tensor in tensors if tensor in self._is_product]
-        others = [tensor for tensor in tensors if tensor not in self._is_product]
+        independent = [tensor for tensor in tensors if tensor not in self._is_product]
         are_of_weights = self._weights is not None and all(
-            id(other) in self._weights or other in self._of_weights for other in others
+            id(tensor) in self._weights or tensor in self._of_weights for tensor in independent
         )
         written = args[:1] if name == "__setitem__" else ()
         results = [leaf for leaf in (*tree_leaves(result), *written) if isinstance(leaf, Tensor)]

@@ -7,8 +7,8 @@ weight of a loss, a temperature or a count by ``run.total``, does no harm. The s
 step, such as a queue or targets of single images, into which each worker may have written rows of its own.
 
 Only what the user's own lines give to a call is compared, and only if a loss depends on it. So are decisions before a
-loss's backward, such as ``if loss > 2``, for the same reason. What belongs to single
-images differs between workers anyway: tensors with a row for each of them, and lines that run once for each of them.
+loss's backward, such as ``if loss > 2``. What belongs to single images differs between workers anyway, and is left out:
+tensors with a row for each image, and lines that run once for each image.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ def differing_lines(numbers: Sequence[Mapping[Place, list[float]]]) -> list[tupl
 
 def _digest(tensor: Tensor) -> Tensor:
     """Return a number that changes if ``tensor`` does, as a tensor on its device, for which the host need not wait."""
-    # Any weights do that differ, so that a change of one of the four sums cannot make up for that of another.
+    # The weights of the four sums differ, so that changes of two sums do not cancel each other.
     return (digest_of_tensors([tensor])[0] * torch.tensor([1.0, 2.0, 3.0, 5.0], device=tensor.device)).sum()
 
 

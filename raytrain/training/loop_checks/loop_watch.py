@@ -176,7 +176,7 @@ class LoopWatch:
 
 
 class _Signs(NamedTuple):
-    """What one worker has found in the watched steps, which the workers compare.
+    """Signs that one worker has found in the watched steps, which the workers compare.
 
     ``in_layers`` has numbers in attributes of layers as texts, by class and attribute; ``in_losses`` numbers in losses
     by step, file and line. ``draws`` is True if the worker draws random numbers that others do not, or for all images

@@ -222,7 +222,11 @@ def _function_sets_rate(call: ast.Call, variables: Mapping[str, Any]) -> bool:
 
 
 def names_computed_with(node: ast.AST, variables: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the names of variables in ``node``, but for those in arguments of functions that are not of numbers."""
+    """Yield the names of the variables from which ``node`` computes a number.
+
+    The arguments of a call count if its function is one of a module, as ``torch.mean``, or of Python for numbers, as
+    ``max``; of other calls, the function alone.
+    """
     if isinstance(node, ast.Name):
         yield node.id
     elif isinstance(node, ast.Call):

@@ -33,7 +33,7 @@ def is_shown_counter(name: str, files: Iterable[str], line: int | None = None) -
     texts = ["".join(linecache.getlines(file)) for file in files if file != "<string>"]
     with suppress(*NO_SOURCE):
         uses = [_Uses(ast.parse(text), line) for text in texts]
-        return all(texts) and all(each.is_counter(dot + last) and each.are_shown(dot + last) for each in uses)
+        return all(texts) and all(of_file.is_counter(dot + last) and of_file.are_shown(dot + last) for of_file in uses)
     return False
 
 

@@ -79,9 +79,11 @@ class SwappedImages:
         self._is_coarse = False  # True if a tensor of this step has float16 or bfloat16
         # True if the loop may know which image is in which row, or variants are missing.
         self._tells_images_apart = False
-        # A loop may call the backward of several parts of a batch, which depend on places only together or not at all.
-        self._exchange_adds = self._bound = 0.0  # by how much the losses change if all images are exchanged; rounding
-        self._may_change = False  # True if they may do so for other reasons than places
+        # A loop may call backward for several parts of a batch, so the losses of a step are judged by their sum: by how
+        # much it changes if all images are exchanged, how much of that may be rounding, and whether something else than
+        # places may explain it.
+        self._exchange_adds = self._bound = 0.0
+        self._may_change = False
 
     def begin(self, batch: Batch, weights: set[int]) -> None:
         """Begin a step of ``batch``; ``weights`` are the IDs of parameters and buffers, which get no variants.
@@ -114,7 +116,7 @@ class SwappedImages:
         self._variants, self._selections = WeakIdKeyDictionary(), WeakIdKeyDictionary()
 
     def forget(self, tensor: Tensor) -> None:
-        """Have no variants of ``tensor`` any more, because it is the same for all of them."""
+        """Drop the variants of ``tensor``, which is the same in all of them."""
         self._variants.pop(tensor, None)
 
     def scale(self, source: Tensor, result: Tensor) -> None:
@@ -226,7 +228,7 @@ class SwappedImages:
         return not self._may_change and abs(self._exchange_adds) > self._bound
 
     def selects(self, tensor: Tensor) -> bool:
-        """Return whether the number of rows of ``tensor`` is another one with swapped images, as after a selection."""
+        """Return whether ``tensor`` has another number of rows with swapped images, as after ``logits[mask]``."""
         return tensor in self._selections
 
     def follows_rows(self, tensor: Tensor) -> bool:
@@ -274,17 +276,19 @@ class SwappedImages:
         return variants is not None and tensor.numel() == 1 and bool(_are_close(tensor.detach(), variants[0]).all())
 
     def _computes_rows_alone(self, name: str, args: Any, kwargs: Any, sources: list[Tensor]) -> bool:
-        """Return whether the variants of a call's result are rows of the loop's own result, in another order.
+        """Return whether torch's function ``name`` computes each row of its result from the same row of its arguments.
 
-        They are if a layer gets one tensor whose variants are its own rows, or an operation several of one shape.
-        ``sources`` are the arguments with variants.
+        The variants of the result are then its own rows in another order, and need not be computed. ``sources`` are the
+        arguments with variants.
         """
         if not args or any(self._variants[source] is not None for source in sources):
             return False
         images = sources[0]
         if name in ELEMENTWISE:
-            others = [leaf for leaf in args if isinstance(leaf, Tensor) and leaf not in self._variants]
-            are_same_for_rows = all(other.ndim < images.ndim or other.shape[:1] == (1,) for other in others)
+            without_variants = [leaf for leaf in args if isinstance(leaf, Tensor) and leaf not in self._variants]
+            are_same_for_rows = all(
+                tensor.ndim < images.ndim or tensor.shape[:1] == (1,) for tensor in without_variants
+            )
             return are_same_for_rows and all(source.shape == images.shape for source in sources)
         if len(sources) > 1 or images is not args[0]:
             return False

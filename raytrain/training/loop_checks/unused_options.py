@@ -75,7 +75,7 @@ def options_without_effect(run: Run, loop: Callable[..., Any]) -> dict[str, list
 
 
 def names_in_code(function: Any) -> set[str]:
-    """Return the global and attribute names in the code of ``function`` and of what it leads to of the user's.
+    """Return the global and attribute names in the code of ``function`` and of the user's functions that it calls.
 
     Example::
 

@@ -19,10 +19,11 @@ _OVERRIDES = "torch/overrides.py"  # calls the watch for functions of torch that
 
 @contextmanager
 def warnings_at_callers(watch: str, calls: str, silent: str) -> Iterator[None]:
-    """Have a warning that names the file ``calls``, which calls torch for the file ``watch``, name its caller's line.
+    """Have torch's warnings name the line of the loop that called torch, not the line of the watch that passes it on.
 
-    That is the line that has called torch, and so ``__torch_function__`` of ``watch``. Warnings in calls by the
-    function ``silent`` of the file ``calls`` are left out. ``warnings.showwarning`` is replaced in this context.
+    ``watch`` is the file with ``__torch_function__``, which gets the loop's calls, and ``calls`` the file that then
+    calls torch. Warnings are dropped while its function ``silent`` runs. ``warnings.showwarning`` is replaced in this
+    context.
 
     Example: ``with mode, warnings_at_callers(__file__, __file__, "_call_variant"): loop(batch)``
     """
@@ -57,7 +58,7 @@ def warnings_at_callers(watch: str, calls: str, silent: str) -> Iterator[None]:
 
 
 def _frame_of(file: str, function: str) -> FrameType | None:
-    """Return the frame of a ``function`` of ``file`` that is running, the innermost one; None if it is not."""
+    """Return the innermost frame in which ``function`` of ``file`` is running; None if it is not."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and (frame.f_code.co_filename, frame.f_code.co_name) != (file, function):
         frame = frame.f_back
@@ -65,7 +66,7 @@ def _frame_of(file: str, function: str) -> FrameType | None:
 
 
 def _caller(watch: str) -> FrameType | None:
-    """Return the frame of the code for which the file ``watch`` calls torch at present; None if it does not."""
+    """Return the frame whose call of torch the file ``watch`` is passing on; None if there is none."""
     frame = _frame_of(watch, "__torch_function__")
     if frame is None:
         return None

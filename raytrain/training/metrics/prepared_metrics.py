@@ -115,7 +115,7 @@ def _joined(metric: Any, world_size: int) -> Any:
 
 def _merge(metric: Any, other: Any) -> None:
     """Add the states of ``other`` to those of ``metric``, which is of the same class."""
-    parts, parts_of_other = ([part for part in whole.modules() if is_metric(part)] for whole in (metric, other))
+    parts, parts_of_other = ([part for part in tree.modules() if is_metric(part)] for tree in (metric, other))
     for part, part_of_other in zip(parts, parts_of_other, strict=True):
         # A wrapper such as ClasswiseWrapper, or the sum of two metrics, has no states but those of the metrics in it.
         inner = [layer for layer in part.modules() if layer is not part and is_metric(layer)]

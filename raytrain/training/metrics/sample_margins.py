@@ -158,10 +158,7 @@ def margins_missing(config: TrainConfig) -> str | None:
 
 
 def _rows_of(labels: Tensor, of_batch: Tensor) -> slice | None:
-    """Return the slice of a batch's labels ``of_batch``, whose memory ``labels`` use; None if they are others.
-
-    A mere copy, or labels in another order, are others.
-    """
+    """Return which slice of a batch's labels, ``of_batch``, the tensor ``labels`` is a view of; None if it is none."""
     if labels is of_batch:
         return slice(0, len(labels))
     if labels.ndim != 1 or labels.dtype != of_batch.dtype or labels.stride() != (1,):

@@ -23,7 +23,7 @@ from raytrain.training.networks.mixed_precision import map_tensors
 
 
 def compile_network(model: nn.Module, mode: CompileMode) -> None:
-    """Have the calls of ``model`` compiled, when the first one is made; its class stays the same.
+    """Let torch compile ``model`` at its first call; its class stays the same.
 
     Example::
 

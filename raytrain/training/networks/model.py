@@ -81,8 +81,8 @@ def build_model(
         # torchvision's classifiers take RGB: with other images the first convolution is replaced.
         if in_timm is None and ":" not in name and channels != 3:
             path, conv = next((path, layer) for path, layer in model.named_modules() if isinstance(layer, nn.Conv2d))
-            kept = ("kernel_size", "stride", "padding", "dilation", "padding_mode")
-            as_before: dict[str, Any] = {key: getattr(conv, key) for key in kept}
+            attributes = ("kernel_size", "stride", "padding", "dilation", "padding_mode")
+            as_before: dict[str, Any] = {key: getattr(conv, key) for key in attributes}
             model.set_submodule(path, nn.Conv2d(channels, conv.out_channels, bias=conv.bias is not None, **as_before))
         initialise_lazy_layers(model, channels, image_size)
     return model
