@@ -73,9 +73,7 @@ def test_options_that_a_loop_does_not_use_are_no_difference(storage: str) -> Non
 
 def test_the_results_come_from_the_history(storage: str) -> None:
     first, second, third = raytrain.compare(["first", "second", "third"], storage=storage)
-    assert {
-        name: vars(first)[name] for name in ("name", "steps", "epochs", "seconds", "images_per_s", "skipped")
-    } == {
+    assert {name: vars(first)[name] for name in ("name", "steps", "epochs", "seconds", "images_per_s", "skipped")} == {
         "name": "first",
         "steps": 24,
         "epochs": 1.5,
