@@ -269,18 +269,18 @@ def chosen_thresholds(trained: TrainedRun, threshold: float | Sequence[float] = 
     given for a run of one class per image, has a wrong number of thresholds, or one that is not between 0 and 1.
     """
     num_classes = len(trained.classes)
-    users = np.asarray(threshold, np.float64).ravel().tolist()
-    if users and not trained.config.multi_label:
+    wanted = np.asarray(threshold, np.float64).ravel().tolist()
+    if wanted and not trained.config.multi_label:
         raise UsageError(f"--threshold is for runs whose images may have several classes; {trained.name!r} is none.")
-    if users and (len(users) not in (1, num_classes) or not all(0 <= value <= 1 for value in users)):
+    if wanted and (len(wanted) not in (1, num_classes) or not all(0 <= value <= 1 for value in wanted)):
         raise UsageError(
-            f"--threshold has {len(users)} numbers from {min(users):g} to {max(users):g}; give one, or one "
+            f"--threshold has {len(wanted)} numbers from {min(wanted):g} to {max(wanted):g}; give one, or one "
             f"for each of the {num_classes} classes, from 0 to 1."
         )
 
     # The checkpoint's thresholds were chosen when it was evaluated; one of a run that was never evaluated has none.
     stored = stored_thresholds(trained.store, trained.checkpoint, num_classes)
-    return np.broadcast_to(np.array(users or stored or DEFAULT_THRESHOLD, np.float64), num_classes)
+    return np.broadcast_to(np.array(wanted or stored or DEFAULT_THRESHOLD, np.float64), num_classes)
 
 
 def predicted_labels(trained: TrainedRun, table: pa.Table, thresholds: Floats) -> pa.Table:
