@@ -42,8 +42,8 @@ def report_long_waits(
         location, num_polls = None, 0  # where it waited in the last poll, and how many polls before saw the same
         with suppress(OSError, EOFError):  # the process that takes the reports may end first
             while not ended.wait(poll_every_s):
-                frame = sys._current_frames().get(polled_thread)  # pyright: ignore[reportPrivateUsage]
-                current = _wait_location(frame, steps)
+                # No variable keeps the frame: its own variables, such as images, would live until the next poll.
+                current = _wait_location(sys._current_frames().get(polled_thread), steps)  # pyright: ignore[reportPrivateUsage]
                 if location is not None and current != location and num_polls >= _NUM_POLLS:
                     reporter.note_wait(worker.rank, worker.world_size, None)
                 num_polls = num_polls + 1 if current == location else 0

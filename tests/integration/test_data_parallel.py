@@ -9,6 +9,7 @@ import copy
 import gc
 import pickle
 import re
+import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
@@ -444,6 +445,22 @@ def layers_that_come_later() -> dict[str, Tensor]:
     return weights(model)
 
 
+def frames_that_a_thread_keeps() -> dict[str, Tensor]:
+    """A thread that looks at this one's stack while the first backward searches all objects keeps what they are."""
+    kept: list[object] = []
+    get_objects = gc.get_objects
+
+    def looked_at() -> list[Any]:
+        kept.append(sys._getframe(1))
+        return get_objects()
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(gc, "get_objects", looked_at)
+        trained = without_batch_norm()
+    assert bool(kept) == (num_processes() > 1)
+    return trained
+
+
 LOOPS: tuple[Callable[[], dict[str, Tensor]], ...] = (
     plain,
     without_batch_norm,
@@ -464,6 +481,7 @@ LOOPS: tuple[Callable[[], dict[str, Tensor]], ...] = (
     a_backward_that_is_repeated_after_an_error,
     weights_of_a_function,
     layers_that_come_later,
+    frames_that_a_thread_keeps,
     named_samples,  # after those whose dropout goes by the place of a row: the last batch names rows until the next one
     gradients_that_the_loop_keeps,
     layers_that_are_called_twice,

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import queue
+import sys
 import tempfile
+import threading
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
@@ -23,6 +27,7 @@ from raytrain.launch.local.coordinator_socket import CallAddress, Caller, CallSe
 from raytrain.storage.open import open_store
 from raytrain.training import waiting
 from raytrain.training.batches.batch import Batch
+from raytrain.training.protocols import Worker
 from raytrain.training.run import Run
 from tests.helpers.gloo_processes import run_in_processes
 from tests.helpers.memory_runs import Recorder, config, images, make_run, trained
@@ -219,3 +224,33 @@ def test_a_worker_for_which_the_others_wait_long_is_named_once(
             coordinator.note_wait(rank, 3, "at line 7")
     [event] = [timed.event for timed in coordinator.snapshot().events]
     assert "worker 0 has waited half a minute for worker 1, at line 7; " in str(event)
+
+
+def test_a_poll_of_a_stack_keeps_no_variable_until_the_next_poll(monkeypatch: pytest.MonkeyPatch) -> None:
+    read_stacks, begun, polled, ended = sys._current_frames, *(threading.Event() for _ in range(3))
+    alive: queue.Queue[bool] = queue.Queue()
+    held: list[weakref.ref[nn.Module]] = []
+
+    def forward() -> None:
+        variable = nn.Linear(1, 1)
+        held.append(weakref.ref(variable))
+        begun.set()
+        polled.wait()
+
+    def read() -> dict[int, Any]:
+        if polled.is_set():
+            ended.wait()
+            alive.put(held[0]() is not None)
+            return {}
+        begun.wait()
+        try:
+            return read_stacks()
+        finally:
+            polled.set()
+
+    monkeypatch.setattr(sys, "_current_frames", read)
+    nothing: Any = None
+    with waiting.report_long_waits(nothing, nothing, Worker(0, 2, torch.device("cpu")), poll_every_s=0.01):
+        forward()
+        ended.set()
+        assert not alive.get(timeout=60)

@@ -494,6 +494,10 @@ def check_not_wrapped(parameters: Iterable[Tensor]) -> None:
     # Objects are many and their types few, so find the wrappers' types first. Usually there is none.
     kinds = {kind for kind in set(map(type, objects)) if WRAPPERS & {base.__name__ for base in kind.__mro__}}
     wrappers = [candidate for candidate in objects if type(candidate) in kinds] if kinds else []
+    # Keep none of the others: autograd's hook runs this, and while a list has the tuple of the hook's arguments, torch
+    # cannot put the hook's result into it, and silently accumulates the gradient of this worker's images instead. The
+    # list would live on if another thread reads this stack, as that of report_long_waits does.
+    objects.clear()
     for wrapper in wrappers:
         if not ids.isdisjoint(map(id, wrapper.parameters())):
             raise UsageError(
