@@ -52,13 +52,17 @@ def test_a_cluster_that_was_too_slow_is_started_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "tries", "sentence"),
+    ("error", "load", "tries", "sentence"),
     [
-        (TOO_SLOW, 3, r"in 3 tries of 30 s, while some \d+ processes shared its \d+ cores?; .* --backend local"),
-        ("no space left on device", 1, r"could not start a cluster on this machine \(.*no space left on device\)"),
+        (TOO_SLOW, 1e4, 3, r"in 3 tries of 30 s, while some 10000 processes shared its \d+ cores?; .* --backend local"),
+        (TOO_SLOW, 0.0, 3, r"its \d+ cores? are not busy, so its disk may be slow; set RAY_TMPDIR, .* --backend local"),
+        ("no space left on device", 0.0, 1, r"a cluster on this machine \(.*no space left on device\)"),
     ],
 )
-def test_a_cluster_that_cannot_start_says_why(tmp_path: Path, error: str, tries: int, sentence: str) -> None:
+def test_a_cluster_that_cannot_start_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: str, load: float, tries: int, sentence: str
+) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, load, load))
     with pytest.raises(UsageError, match=sentence):
         start(tmp_path, *[error] * tries)
     assert int((tmp_path / "ray" / "_private" / "tries").read_text()) == tries

@@ -117,10 +117,14 @@ class LocalCluster:
                 break
             self._process = self._start()
         if TOO_SLOW in reason:
+            load, num_cores = os.getloadavg()[0], format_count(cores(), "core")
+            cause = f"while some {load:.0f} processes shared its {num_cores}; run the command again if it is less busy"
+            if load <= 2 * cores():
+                folder = temporary_folder(self._environment)
+                cause = f"and its {num_cores} are not busy, so its disk may be slow; set RAY_TMPDIR, which is {folder}"
+                cause += " now, to a folder on a faster one"
             raise UsageError(
-                f"Ray could not start on this machine, in {_NUM_TRIES} tries of 30 s, while some "
-                f"{os.getloadavg()[0]:.0f} processes shared its {format_count(cores(), 'core')}; run the command again "
-                "if the machine is less busy, or with --backend local."
+                f"Ray could not start on this machine, in {_NUM_TRIES} tries of 30 s, {cause}, or use --backend local."
             )
         raise UsageError(f"Ray could not start a cluster on this machine ({reason}); `ray start --head` says more.")
 
@@ -154,12 +158,17 @@ class LocalCluster:
         )
 
 
+def temporary_folder(environment: Mapping[str, str]) -> str:
+    """Return the folder in which a Ray with the variables of ``environment`` makes one for its logs and sockets."""
+    return environment.get("RAY_TMPDIR") or environment.get("TMPDIR") or "/tmp"
+
+
 def check_room_for_logs(environment: Mapping[str, str]) -> None:
     """Raise UsageError if the disk of the temporary folder that Ray gets in ``environment`` is full.
 
     Otherwise each process of Ray would end as soon as it writes its log, and Ray would start it again, for ever.
     """
-    folder = environment.get("RAY_TMPDIR") or environment.get("TMPDIR") or "/tmp"
+    folder = temporary_folder(environment)
     with contextlib.suppress(OSError):  # Ray makes a folder that does not exist, or says that it cannot
         free_bytes = shutil.disk_usage(folder).free
         if free_bytes < _LOG_BYTES:
