@@ -30,6 +30,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
 
 KILL_THE_COORDINATOR = """
 import os
+import time
 import psutil
 from pathlib import Path
 from raytrain.runs.outcome import StopReason
@@ -46,9 +47,11 @@ def kill(run, batch):
     killed = FOLDER / "killed"
     if (run.rank, batch.step) == (0, 12) and not killed.exists():
         killed.write_text(str(os.getpid()))
-        siblings = psutil.Process().parent().children()
-        [coordinator] = [each for each in siblings if "RayCoordinator" in each.cmdline()[0]]
-        coordinator.kill()
+        driver = psutil.Process().parent().parent()
+        [victim] = [each for each in driver.children(recursive=True) if {victim!r} in each.cmdline()[0]]
+        victim.kill()
+        if {victim!r} == "gcs_server":
+            time.sleep(300)  # without a head, the run could go on to its end
         if STOP == "before":
             ask(run)
     elif (run.rank, batch.step) == (0, 12) and STOP == "after" and killed.read_text() != str(os.getpid()):
@@ -60,13 +63,15 @@ def loop(run):
 """
 
 
-def train_and_kill_coordinator(images: Path, storage: Path, stop: str = "") -> raytrain.TrainResult:
-    """Train in a process whose coordinator is killed in step 13.
+def train_and_kill_coordinator(
+    images: Path, storage: Path, stop: str = "", victim: str = "RayCoordinator"
+) -> raytrain.TrainResult:
+    """Train in a process whose coordinator, or another ``victim`` of its Ray's processes, is killed in step 13.
 
     A stop is requested ``before`` the driver notices, ``meanwhile`` (without a cluster), or ``after`` the restart.
     """
     environment = {**os.environ, "PYTHONPATH": os.getcwd()}
-    (storage / "loop.py").write_text(KILL_THE_COORDINATOR.format(folder=str(storage), stop=stop))
+    (storage / "loop.py").write_text(KILL_THE_COORDINATOR.format(folder=str(storage), stop=stop, victim=victim))
     options = [
         "--epochs",
         "4",
@@ -107,10 +112,11 @@ def has_cluster(driver: subprocess.Popen[str]) -> bool:
     return any(child.name() == "gcs_server" for child in psutil.Process(driver.pid).children())
 
 
-def test_a_run_whose_coordinator_was_killed_continues(
-    undisturbed: raytrain.TrainResult, images: Path, tmp_path: Path
+@pytest.mark.parametrize("victim", ["RayCoordinator", "gcs_server"])
+def test_a_run_whose_coordinator_or_own_head_was_killed_continues(
+    victim: str, undisturbed: raytrain.TrainResult, images: Path, tmp_path: Path
 ) -> None:
-    result = train_and_kill_coordinator(images, tmp_path)
+    result = train_and_kill_coordinator(images, tmp_path, victim=victim)
     assert (result.status, result.samples_seen) == ("finished", 324)
     assert_same_weights(result, undisturbed)
     assert raytrain.audit("run", storage=str(tmp_path)).clean

@@ -237,16 +237,17 @@ class HeadWatch:
         self._event = event
         self._ask = Background(head_answers)  # in a thread, since it waits for the answer
         self._throttle = Throttle()
-        self._answers = True
+        self.answers = True
+        """Whether the head has answered when it was asked last."""
 
     def poll(self) -> None:
         """Report whether the head answers, if that has changed since the last report, and ask again."""
         if not self._throttle.due("ask", ASK_HEAD_EVERY_S):
             return
         answered = self._ask(_ANSWER_WITHIN_S)
-        if answered is None or answered == self._answers:
+        if answered is None or answered == self.answers:
             return
-        self._answers = answered
+        self.answers = answered
         self._event(HeadBack() if answered else HeadSilent())
 
     def close(self) -> None:

@@ -123,6 +123,18 @@ class OwnRay:
             _init(self._address, None)
             self._ends_after_use = False
 
+    def has_lost_head(self) -> bool:
+        """Return whether the head of this Ray has died: nobody listens at its address any more."""
+        assert self._address is not None
+        host, _, port = self._address.rpartition(":")
+        try:
+            socket.create_connection((host, int(port)), _ANSWER_WITHIN_S).close()
+        except ConnectionRefusedError:
+            return True
+        except OSError:  # it is busy, or this process has no descriptor left
+            return False
+        return False
+
     def end_after_use(self) -> bool:
         """Have this Ray, with all processes of a run, end after this use; return False if other threads use it."""
         self._ends_after_use = self.num_users == 1

@@ -11,7 +11,7 @@ from typing import cast
 
 import ray
 
-from raytrain.errors import current_folder
+from raytrain.errors import CoordinatorLost, current_folder
 from raytrain.launch.coordinator import Coordinator
 from raytrain.launch.placement import place
 from raytrain.launch.prepare import PreparedRun
@@ -30,6 +30,7 @@ from raytrain.launch.ray.nodes import (
 from raytrain.launch.ray.trainer import TrainerThread, check_elastic
 from raytrain.launch.ray.worker import RayWorkerInputs, pickle_functions, work
 from raytrain.monitor.snapshot import Snapshot
+from raytrain.runs.outcome import failure_sentence
 from raytrain.storage.temporary_files import TemporaryFolder
 from raytrain.training.assembly import load_initial_weights
 from raytrain.training.run_spec import RunSpec
@@ -146,7 +147,8 @@ class RayLaunch:
     def poll(self, snapshot: Snapshot) -> None:
         """Renew credentials, and look for workers and data tasks without room, and for a head that does not answer.
 
-        Raises what :meth:`CapacityCheck.check` raises, and :class:`CoordinatorLost` if the coordinator has died.
+        Raises what :meth:`CapacityCheck.check` raises, and :class:`CoordinatorLost` if the coordinator has died, or the
+        head of a Ray of this process, which nobody starts again: a minute later, Ray would end this process.
         """
         if snapshot.status == "running":
             self._feed.fill_cache()
@@ -156,6 +158,11 @@ class RayLaunch:
         with self._needs_coordinator():
             self._lender.lend_if_due()
         self._head.poll()
+        own_ray, prepared = self._cluster.own, self._prepared
+        if own_ray is not None and not self._head.answers and own_ray.has_lost_head():
+            reason = "Ray's head on this machine, the gcs_server, has died"
+            sentence = failure_sentence(prepared.config, reason, prepared.loop, command=prepared.command)
+            raise CoordinatorLost(sentence, prepared.name, prepared.store.url)
 
     def wait(self, timeout_s: float) -> bool:
         """Wait at most ``timeout_s`` for the workers to report the end; return whether Ray Train has ended.
