@@ -110,7 +110,7 @@ class ParseErrors:
 
         # A word that is no flag.
         if not word.startswith("-"):
-            advice = "if it belongs to the one before, put quotes around both"
+            advice = f"`raytrain {self.argv[0]} --help` says what it takes, and a value with spaces needs quotes"
             if "--data" in self.flags and os.path.isfile(os.path.join(word, CONFIG)):
                 storage, _, run = word.rstrip("/").rpartition("/")
                 advice = f"a run is given as {shlex.join(['--name', run, '--storage', storage or '.'])}"

@@ -303,7 +303,7 @@ def test_options_may_come_before_the_command(stored: TrainConfig) -> None:
         ("train --data x --learning-rate inf", "--learning-rate is inf; give a finite number."),
         (
             "stop first again",
-            "There is one argument too many: 'again'; if it belongs to the one before, put quotes aro",
+            "There is one argument too many: 'again'; `raytrain stop --help` says what it takes, and a value with spa",
         ),
         ("find-rate cifar10", "`raytrain find-rate` needs --rates; see `raytrain find-rate --help`."),
     ],
