@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import track
 
 from raytrain.errors import StorageError, UsageError
-from raytrain.storage.open import expanded_path
+from raytrain.storage.open import expanded_path, open_store
 
 FLOWERS_URL = "https://storage.googleapis.com/download.tensorflow.org/example_images/flower_photos.tgz"
 FLOWERS_MD5 = "6f87fb78e9cc9ab41eff2015b380011d"
@@ -53,6 +53,8 @@ def download(name: str, destination: str, console: Console | None = None) -> Dow
         )
     if folder.is_dir() and {path.name for path in folder.iterdir()} - {_TEMP_FOLDER}:
         raise UsageError(f"The folder {folder} is not empty; give a new one.")
+
+    open_store(str(folder)).check_writable()
 
     # Download into a hidden folder, and move the images out of it when all are complete.
     try:

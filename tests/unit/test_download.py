@@ -134,6 +134,8 @@ def test_wrong_names_and_destinations_are_refused(tmp_path: Path) -> None:
         quietly("mnist", tmp_path / "mnist")
     with pytest.raises(UsageError, match="s3://bucket/flowers is not a folder"):
         quietly("flowers", "s3://bucket/flowers")
+    with pytest.raises(StorageError, match="/proc/flowers cannot be written: no folder and no file can be made there"):
+        quietly("flowers", "/proc/flowers")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "something").touch()
     with pytest.raises(UsageError, match="full is not empty; give a new one"):
