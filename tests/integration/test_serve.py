@@ -272,7 +272,9 @@ class StoppedSignals(StopSignals):
     stop_request = StopReason("signal", "SIGINT")
 
 
-def test_what_a_killed_command_has_served_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def applications(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What a Ray Serve that starts nothing serves, by name: it runs from the second look at its status on."""
     from ray import serve
 
     from raytrain.launch.ray import http_server
@@ -281,12 +283,18 @@ def test_what_a_killed_command_has_served_is_replaced(monkeypatch: pytest.Monkey
 
     def run_many(targets: list[Any], wait_for_applications_running: bool) -> None:
         (target,) = targets
-        applications[target.name] = SimpleNamespace(url=target.target, status="RUNNING")
+        applications[target.name] = SimpleNamespace(url=target.target, status="DEPLOYING")
+
+    def status() -> Any:
+        seen = {name: SimpleNamespace(**vars(application)) for name, application in applications.items()}
+        for application in applications.values():
+            application.status = "RUNNING"
+        return SimpleNamespace(applications=seen)
 
     served_here = SimpleNamespace(
         deployment=lambda **_: lambda replica: SimpleNamespace(bind=lambda model, *_: model.store.url),
         start=lambda **_: None,
-        status=lambda: SimpleNamespace(applications=applications),
+        status=status,
         run_many=run_many,
         RunTarget=serve.RunTarget,
         delete=lambda name: applications.pop(name, None),
@@ -294,12 +302,18 @@ def test_what_a_killed_command_has_served_is_replaced(monkeypatch: pytest.Monkey
     monkeypatch.setattr(http_server, "serve", served_here)
     monkeypatch.setattr(http_server, "check_guarded", lambda host: None)
     monkeypatch.setattr(http_server, "wait_until_loaded", lambda host, port, run, signals: f"/{run}")
+    return applications
+
+
+def served_run(name: str, url: str) -> Any:
+    from raytrain.launch.ray import http_server
+
     placement: Any = SimpleNamespace(num_workers=1, cpus=1.0, device="cpu", threads=1)
+    model: Any = SimpleNamespace(run=name, store=SimpleNamespace(url=url))
+    return http_server.serving(model, placement, "127.0.0.1", 8000, StopSignals())
 
-    def served_run(name: str, url: str) -> Any:
-        model: Any = SimpleNamespace(run=name, store=SimpleNamespace(url=url))
-        return http_server.serving(model, placement, "127.0.0.1", 8000, StopSignals())
 
+def test_what_a_killed_command_has_served_is_replaced(applications: dict[str, Any]) -> None:
     killed = served_run("first", "s3://mine/first")
     killed.__enter__()  # and its command comes to no end of its own
     with served_run("first-2", "s3://yours/first-2"), served_run("2", "s3://yours/2"):
@@ -311,6 +325,27 @@ def test_what_a_killed_command_has_served_is_replaced(monkeypatch: pytest.Monkey
                 "s3://yours/first-2",
             ]
     assert not applications
+
+
+@pytest.mark.usefixtures("applications")
+@pytest.mark.parametrize(
+    ("free", "reason"),
+    [
+        (0.0, "each of its networks takes 1 CPU, and the cluster has 0 CPUs free; waiting"),
+        (1.0, "Ray Serve is starting"),
+    ],
+)
+def test_a_slow_start_is_not_taken_for_a_lack_of_room(
+    free: float, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import ray
+
+    from raytrain.launch.ray import http_server
+
+    monkeypatch.setattr(http_server, "_REPORT_AFTER_S", 0.0)
+    monkeypatch.setattr(ray, "available_resources", lambda: {"CPU": free})
+    with served_run("first", "s3://mine/first"):
+        assert f"first is not served yet: {reason}" in caplog.text
 
 
 def test_a_replica_holds_files_up_to_a_limit_and_then_says_try_again(monkeypatch: pytest.MonkeyPatch) -> None:

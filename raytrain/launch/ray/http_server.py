@@ -276,8 +276,8 @@ def _not_started(run: str, reason: str) -> str:
 def _wait_for_replicas(application: str, run: str, placement: Placement, signals: StopSignals) -> None:
     """Wait until the replicas of a run, which Serve knows as ``application``, have started, or until a stop request.
 
-    There is no limit: other jobs may use the cluster for long. A line says so after 15 seconds. Raises RuntimeError if
-    Serve gives up.
+    There is no limit: other jobs may use the cluster for long. A line says after 15 seconds whether room is missing.
+    Raises RuntimeError if Serve gives up.
     """
     report_at = time.monotonic() + _REPORT_AFTER_S
     while signals.stop_request is None:
@@ -290,12 +290,13 @@ def _wait_for_replicas(application: str, run: str, placement: Placement, signals
             report_at = math.inf
             free = ray.available_resources()
             kinds = {"CPU": placement.cpus, **({"GPU": 1} if placement.device == "cuda" else {})}
-            logging.getLogger("raytrain").warning(
-                "%s is not served yet: each of its networks takes %s, and the cluster has %s free; waiting for room …",
-                run,
-                " and ".join(format_count(number, kind) for kind, number in kinds.items()),
-                " and ".join(format_count(free.get(kind, 0.0), kind) for kind in kinds),
+            takes, has = (
+                " and ".join(format_count(numbers.get(kind, 0.0), kind) for kind in kinds) for numbers in (kinds, free)
             )
+            reason = "Ray Serve is starting"
+            if any(free.get(kind, 0.0) < number for kind, number in kinds.items()):
+                reason = f"each of its networks takes {takes}, and the cluster has {has} free; waiting for room"
+            logging.getLogger("raytrain").warning("%s is not served yet: %s …", run, reason)
         time.sleep(_ASK_EVERY_S)
 
 
