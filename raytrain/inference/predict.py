@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import takewhile
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import pyarrow as pa
@@ -19,11 +20,12 @@ from raytrain.data.blocks import number_array
 from raytrain.data.labels.listing import SUFFIXES, lost_files
 from raytrain.data.labels.manifest import Manifest, list_images, named_images
 from raytrain.data.table_file import encode_table
-from raytrain.errors import UsageError, format_count
+from raytrain.errors import StorageError, UsageError, format_count
 from raytrain.inference.classification_metrics import chosen_thresholds, predicted_labels
 from raytrain.inference.trained_run import open_trained_run
 from raytrain.storage.open import absolute_path, check_output, open_store, write_output
 from raytrain.storage.store import Store
+from raytrain.storage.temporary_files import temporary_folder
 
 pc: Any = pyarrow.compute  # makes its functions when it is imported, so pyright knows none of them
 
@@ -131,10 +133,26 @@ def predict(
     predictions = predictions.take(row_numbers)
     rows = predictions.add_column(0, "key", table["key"]).append_column("error", table["error"])
     if output is not None:
-        write_output(output, encode_table(rows, output))
+        _write_rows(output, encode_table(rows, output))
     num_errors = len(table) - table["error"].null_count
     left_out = lost_files(manifest.left_out) or None
     return PredictionResult(run, images.url, trained.checkpoint, output, len(table), num_errors, left_out, rows)
+
+
+def _write_rows(output: str, content: bytes) -> None:
+    """Write the encoded rows into ``output``. If that fails, keep them in a temporary file, which the error names.
+
+    That a bucket refuses the file or that the disk is full is seen only now, perhaps after hours of predicting.
+    """
+    try:
+        write_output(output, content)
+    except StorageError as error:
+        kept = os.path.join(temporary_folder(), f"predictions-{uuid4().hex[:8]}{os.path.splitext(output)[1]}")
+        try:
+            write_output(kept, content)
+        except StorageError:  # there is no room for it either
+            raise error from None
+        raise StorageError(f"{str(error).rstrip('.')}; the rows are in {kept}, copy them from there.") from error
 
 
 def _open_images(data: Location | Iterable[Location]) -> tuple[Store, Manifest]:

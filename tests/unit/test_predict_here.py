@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from raytrain.data.images.image_format import ImageFormat, ImageShape
 from raytrain.data.labels.folders import build_manifest
 from raytrain.data.labels.manifest import list_images
 from raytrain.data.plan.permutation import Int64s
+from raytrain.demo.s3_server import S3Server
 from raytrain.errors import RaytrainError, StorageError, UsageError
 from raytrain.inference.embeddings import NetworkWithEmbeddings
 from raytrain.inference.evaluate import EvaluationResult
@@ -215,6 +217,18 @@ def test_files_that_are_named_are_predicted_without_writing_any(
             raytrain.predict("first", others, storage=str(trained))
     (images / "cat").rename(images / "cat.png")
     assert raytrain.predict("first", str(images / "cat.png"), storage=str(trained)).images > 2, "a folder of that name"
+
+
+def test_rows_that_cannot_be_written_at_the_end_are_kept_elsewhere(
+    trained: Path, images: Path, tmp_path: Path, s3: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    with pytest.raises(StorageError, match=r"no-such-bucket.*; the rows are in (.*), copy them from there") as raised:
+        raytrain.predict("first", str(images), "s3://no-such-bucket/rows.csv", storage=str(trained))
+    (kept,) = (tmp_path / "tmp").iterdir()
+    assert str(kept) in str(raised.value)
+    assert len(kept.read_text().splitlines()) == 1 + 24
 
 
 def test_what_needs_no_cluster_joins_none_that_nobody_has_named(
