@@ -121,8 +121,12 @@ def count_left_out(*parts: Manifest) -> dict[str, int]:
 
     Parts that are in one folder have listed the same files, so only those of the first one count.
     """
-    by_url = {manifest.url: manifest for manifest in reversed(parts)}
-    return dict(sum((Counter(manifest.left_out) for manifest in reversed(by_url.values())), Counter[str]()))
+    counts, urls = Counter[str](), set[str]()
+    for manifest in parts:
+        if manifest.url not in urls:
+            counts.update(manifest.left_out)
+        urls.add(manifest.url)
+    return {reason: count for reason, count in counts.items() if count}
 
 
 def write_manifests(run_store: Store, train: Manifest, validation: Manifest, test: Manifest | None = None) -> None:
