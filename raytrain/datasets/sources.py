@@ -320,9 +320,9 @@ def _unpack(source: str, opened: Sequence[_OpenedArchive], folder: Path) -> Labe
     numbers and those of another names, or there is no labelled image.
     """
     label_and_split_of: dict[str, tuple[str, str]] = {}  # by key
-    # The first archive whose labels are all numbers, and the first whose labels are all names, with one label of each.
-    with_numbers: tuple[str, str] | None = None
-    with_names: tuple[str, str] | None = None
+    # The first archive whose labels are all numbers (True), and the first whose labels are all names (False), with one
+    # label of each.
+    first_of_kind: dict[bool, tuple[str, str]] = {}
     repeated: list[str] = []
     left_out: Counter[str] = Counter()
     choices: set[str] = set()
@@ -349,15 +349,14 @@ def _unpack(source: str, opened: Sequence[_OpenedArchive], folder: Path) -> Labe
                 "give each a name of its own, or name another column with --key-column."
             )
         are_numbers = set(map(is_whole_number, labels_of_archive - NO_LABELS))
-        if are_numbers == {True}:
-            with_numbers = with_numbers or (name, min(labels_of_archive))
-        elif are_numbers == {False}:
-            with_names = with_names or (name, min(labels_of_archive))
-    if with_numbers and with_names:
+        if len(are_numbers) == 1:
+            first_of_kind.setdefault(are_numbers.pop(), (name, min(labels_of_archive)))
+    if len(first_of_kind) == 2:
+        (with_numbers, number), (with_names, class_name) = first_of_kind[True], first_of_kind[False]
         raise UsageError(
-            f"The labels of {with_numbers[0]} are numbers, such as {with_numbers[1]!r}, and those of {with_names[0]} "
-            f"are names, such as {with_names[1]!r}, which would become different classes; write the names into all "
-            "archives, or, if the numbers are classes of their own, unpack the images into class folders."
+            f"The labels of {with_numbers} are numbers, such as {number!r}, and those of {with_names} are names, such "
+            f"as {class_name!r}, which would become different classes; write the names into all archives, or, if the "
+            "numbers are classes of their own, unpack the images into class folders."
         )
 
     # Report what was chosen and left out in all archives, and make one table of their labels, in the order of the keys.
