@@ -145,8 +145,9 @@ class Decoders(AbstractContextManager["Decoders"]):
     """Decodes blocks in processes beside this one, which end with it.
 
     ``block_bytes`` is the size of the largest block. ``reporter`` is called in this process with images that cannot be
-    used and requests that were retried. ``processes`` are those of :func:`start_processes`. Without them, processes are
-    forked from this one; then a signal that kills one of them, for example because of a bad image, ends this process.
+    used and requests that were retried; None if the readers report neither. ``processes`` are those of
+    :func:`start_processes`. Without them, processes are forked from this one; then a signal that kills one of them, for
+    example because of a bad image, ends this process.
 
     Example:
         >>> with Decoders(reporter, block_bytes) as decoders:
@@ -155,7 +156,7 @@ class Decoders(AbstractContextManager["Decoders"]):
     """
 
     def __init__(
-        self, reporter: ImageReporter, block_bytes: int, processes: Sequence[NewProcess] | None = None
+        self, reporter: ImageReporter | None, block_bytes: int, processes: Sequence[NewProcess] | None = None
     ) -> None:
         self._reporter = reporter
         self._new_processes = processes
@@ -285,6 +286,7 @@ class Decoders(AbstractContextManager["Decoders"]):
 
     def report(self, skipped: list[SkippedImage], num_retries: int) -> None:
         """Pass a report of another process, or of this one, on to the reporter: the :data:`Report` of this process."""
+        assert self._reporter is not None
         if num_retries:
             self._reporter.note_retries(num_retries)
         if skipped:

@@ -35,7 +35,6 @@ from raytrain.data.images.crop_box import Pixels
 from raytrain.data.labels.part_names import Part
 from raytrain.data.plan.permutation import Int64s
 from raytrain.loader.decoder_processes import Decoders, Report, num_decoders, start_processes
-from raytrain.runs.metric_row import SkippedImage
 from raytrain.training.batches.user_transforms import UserTransforms, subject
 from raytrain.training.protocols import BatchSource
 
@@ -88,7 +87,7 @@ class TransformedBatches(AbstractContextManager["TransformedBatches"]):
         with sending({subject(config): function}):
             pickled = pickle_own_code(function)
         processes = start_processes([__name__], threads_per_process=1)
-        self._decoders = Decoders(_Silent(), _MAX_ROWS * int(np.prod(self._shape)), processes)
+        self._decoders = Decoders(None, _MAX_ROWS * int(np.prod(self._shape)), processes)
         self._decoders.start(partial(_open_readers, config, pickled, own_files()))
 
     def __exit__(self, *exception: object) -> None:
@@ -138,16 +137,6 @@ def _joined_batch(local: LocalBatch, pieces: Sequence[Future[Block]]) -> LocalBa
     """Wait for the transformed images of the ``pieces`` of ``local``, and return the batch with them."""
     images = [piece.result().images for piece in pieces]
     return replace(local, images=np.concatenate(images)) if images else local
-
-
-class _Silent:
-    """A reporter that is never called: images cannot become unusable here."""
-
-    def note_skipped(self, images: list[SkippedImage]) -> None:
-        """Do nothing: whoever decoded the images has reported those that cannot be used."""
-
-    def note_retries(self, num_requests: int) -> None:
-        """Do nothing: no request is sent here, as the images are decoded already."""
 
 
 # In a process beside the worker.
