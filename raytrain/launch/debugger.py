@@ -43,9 +43,8 @@ def open_at_breakpoints(terminal: str | None, report: Callable[[bool], object]) 
     def hook(*arguments: Any, **options: Any) -> Any:
         nonlocal debugger
         # Ray's debugger is not the user's choice: Ray names it in the variable in each process of a cluster.
-        wanted = os.environ.get("PYTHONBREAKPOINT", "")
-        is_users_choice = wanted not in _PYTHONS_OWN and not wanted.startswith(_RAYS_PREFIX)
-        if is_users_choice:
+        debugger_name = os.environ.get("PYTHONBREAKPOINT", "")
+        if debugger_name not in _PYTHONS_OWN and not debugger_name.startswith(_RAYS_PREFIX):
             return sys.__breakpointhook__(*arguments, **options)
         frame = sys._getframe(1)
         if terminal is None:

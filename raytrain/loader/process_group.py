@@ -15,13 +15,13 @@ T = TypeVar("T")
 
 
 class ProcessGroup:
-    """The processes that read together: the group of ``torch.distributed``, unless rank and number are ``given``.
+    """The processes that read together: the group of ``torch.distributed``, or those that ``rank_and_size`` counts.
 
     Example: ``rank, world_size = ProcessGroup().rank_and_size()``
     """
 
-    def __init__(self, given: tuple[int, int] | None = None) -> None:
-        self._given = given
+    def __init__(self, rank_and_size: tuple[int, int] | None = None) -> None:
+        self._given_rank_and_size = rank_and_size
 
     def rank_and_size(self) -> tuple[int, int]:
         """Return the rank of this process and the number of processes, as they are known now.
@@ -29,8 +29,8 @@ class ProcessGroup:
         Both were given, or come from ``torch.distributed``, or from RANK and WORLD_SIZE in the environment;
         without all of these, 0 and 1. Raises UsageError if the environment has other values.
         """
-        if self._given is not None:
-            return self._given
+        if self._given_rank_and_size is not None:
+            return self._given_rank_and_size
         if self.can_talk:
             return dist.get_rank(), dist.get_world_size()
         rank, world_size = os.environ.get("RANK") or "0", os.environ.get("WORLD_SIZE") or "1"
@@ -44,7 +44,7 @@ class ProcessGroup:
     @property
     def can_talk(self) -> bool:
         """True if the processes can send each other values."""
-        return self._given is None and dist.is_available() and dist.is_initialized()
+        return self._given_rank_and_size is None and dist.is_available() and dist.is_initialized()
 
     def gather(self, value: T) -> list[T]:
         """Return the ``value`` of each process, by rank; only this process's own if they cannot communicate.

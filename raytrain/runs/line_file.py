@@ -118,14 +118,14 @@ class LineFile(Generic[T]):
         with self._lock:
             self._waiting.extend(rows)
 
-    def cut(self, wanted: Callable[[T], bool]) -> None:
-        """Drop the first row that is not ``wanted``, and all rows after it; :meth:`write` cuts the document.
+    def cut(self, is_kept: Callable[[T], bool]) -> None:
+        """Drop the first row for which ``is_kept`` is False, and all rows after it; :meth:`write` cuts the document.
 
-        Rows must be ordered so that no wanted row comes after an unwanted one.
+        Rows must be ordered so that no kept row comes after a dropped one.
         """
         with self._lock:
-            self._waiting = [row for row in self._waiting if wanted(row)]
-            self._cuts.append(wanted)
+            self._waiting = [row for row in self._waiting if is_kept(row)]
+            self._cuts.append(is_kept)
 
     def write(self) -> None:
         """Cut the document and write the rows that wait; raise StorageError if that fails.
@@ -134,7 +134,7 @@ class LineFile(Generic[T]):
         """
         with self._writing:
             while cuts := self._cuts.copy():
-                self._cut_document(lambda row: all(wanted(row) for wanted in cuts))
+                self._cut_document(lambda row: all(is_kept(row) for is_kept in cuts))
                 del self._cuts[: len(cuts)]
             with self._lock:
                 if self._cuts:  # a new cut, after which the waiting rows belong
@@ -146,7 +146,7 @@ class LineFile(Generic[T]):
             except BaseException:
                 # Put the rows back, except those that were cut meanwhile.
                 with self._lock:
-                    kept = [row for row in rows if all(wanted(row) for wanted in self._cuts)]
+                    kept = [row for row in rows if all(is_kept(row) for is_kept in self._cuts)]
                     self._waiting = [*kept, *self._waiting]
                 raise
 
@@ -171,10 +171,10 @@ class LineFile(Generic[T]):
         self._size_bytes += len(data)
         self._torn = False
 
-    def _cut_document(self, wanted: Callable[[T], bool]) -> None:
-        """Cut the document before its first unwanted row, or before an unfinished line."""
+    def _cut_document(self, is_kept: Callable[[T], bool]) -> None:
+        """Cut the document before its first row that is not kept, or before an unfinished line."""
         lines = StoredLines(self._store, self._path)
-        end = self._end_of_wanted(lines, wanted)
+        end = self._end_of_kept(lines, is_kept)
 
         # Keep the objects before the new end, and the beginning of the one that it is in. Delete the last object first:
         # whenever this breaks off, the remaining objects are a document.
@@ -196,8 +196,8 @@ class LineFile(Generic[T]):
             self._store.put(object_path(self._path, number), content[:num_bytes])
         self._set_object(number, content[:num_bytes])
 
-    def _end_of_wanted(self, lines: StoredLines, wanted: Callable[[T], bool]) -> int:
-        """Return the number of bytes before the first unwanted row, or before an unfinished line.
+    def _end_of_kept(self, lines: StoredLines, is_kept: Callable[[T], bool]) -> int:
+        """Return the number of bytes before the first row that is not kept, or before an unfinished line.
 
         All objects up to that position are in ``lines.starts`` afterwards.
         """
@@ -205,16 +205,16 @@ class LineFile(Generic[T]):
         for block in lines.blocks():
             if not block.endswith(b"\n"):
                 break
-            # Steps never decrease: if the last row of a block is wanted, all before it are. So of most blocks only the
+            # Steps never decrease: if the last row of a block is kept, all before it are. So of most blocks only the
             # last undamaged line is parsed.
             rows = (parse_line(line, self._parse) for line in reversed(block.splitlines()))
             last = next((row for row in rows if row is not None), None)
-            if last is None or wanted(last):
+            if last is None or is_kept(last):
                 end += len(block)
                 continue
             for line in block.splitlines(keepends=True):
                 row = parse_line(line, self._parse)
-                if row is not None and not wanted(row):
+                if row is not None and not is_kept(row):
                     return end
                 end += len(line)
         return end

@@ -235,8 +235,8 @@ class LogCopies:
         lines = [line for line in lines if line.strip()]
         if self._show is None or not lines:
             return
-        _, rank, rest = name.split("-")  # worker-RANK-TIME.STREAM, see log_name
-        stream = rest.rpartition(".")[2]
+        _, rank, time_and_stream = name.split("-")  # worker-RANK-TIME.STREAM, see log_name
+        stream = time_and_stream.rpartition(".")[2]
         if (num_left_out := len(lines) - MAX_SHOWN_LINES) > 0:
             note = f"… {num_left_out:,} lines are left out here"
             if self._store is not None:

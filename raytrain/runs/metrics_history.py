@@ -182,10 +182,10 @@ class Sample(Generic[T]):
             self.keep(lambda row: False)
         self.extend(rows)
 
-    def keep(self, wanted: Callable[[T], bool]) -> None:
-        """Drop the rows that are not ``wanted``. Those that stay count as the whole history from now on."""
-        self._newest = [row for row in self._newest if wanted(row)]
-        self._older = [older for older in self._older if wanted(older[0])]
+    def keep(self, is_kept: Callable[[T], bool]) -> None:
+        """Drop the rows for which ``is_kept`` is False. Those that stay count as the whole history from now on."""
+        self._newest = [row for row in self._newest if is_kept(row)]
+        self._older = [older for older in self._older if is_kept(older[0])]
         self._num_older = Counter({kind: number + 1 for _, kind, number in self._older})
         self.num_rows = len(self.rows)
 

@@ -213,7 +213,7 @@ def select_runs(runs: Sequence[RunInfo], conditions: Sequence[str]) -> list[RunI
     Example: ``select_runs(list_runs("./runs"), ["status=finished", "learning-rate=0.1"])``
     """
     # Read all conditions first, so that a mistake in one is refused even if there are no runs.
-    wanted: list[tuple[str, str]] = []
+    values: list[tuple[str, str]] = []  # name and value of each condition
     for condition in conditions:
         name, equals, value = condition.partition("=")
         if not equals:
@@ -226,8 +226,8 @@ def select_runs(runs: Sequence[RunInfo], conditions: Sequence[str]) -> list[RunI
             raise UsageError(
                 f"--filter {condition!r}: {value!r} is no status{hint}; it is one of {', '.join(_STATUSES)}."
             )
-        wanted.append((name, value))
-    return [run for run in runs if all(_meets(run, name, value) for name, value in wanted)]
+        values.append((name, value))
+    return [run for run in runs if all(_meets(run, name, value) for name, value in values)]
 
 
 def _meets(run: RunInfo, name: str, value: str) -> bool:

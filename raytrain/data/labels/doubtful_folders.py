@@ -116,10 +116,9 @@ def _pattern_of_parts(names: Collection[str]) -> str | None:
 def check_only_parts(paths: list[tuple[str, ...]], tops: set[str], url: str) -> None:
     """Raise UsageError if all top folders are parts, such as bounding_box_train/, query/ and gallery/."""
     names = sorted(tops - {""})
-    is_other = [_OTHER_PARTS.fullmatch(name.lower()) or is_beside_classes(name) for name in names]
     if len(names) < 2 or not any(map(is_part, names)):
         return
-    if not all(is_part(name) or other for name, other in zip(names, is_other, strict=True)):
+    if not all(is_part(name) or _OTHER_PARTS.fullmatch(name.lower()) or is_beside_classes(name) for name in names):
         return
     part = next(filter(is_training, names), next(filter(is_part, names)))
     has_classes = any(path[0] == part and len(path) > 1 for path in paths if path)
@@ -218,5 +217,5 @@ def report_doubtful(classes: Collection[str], url: str) -> None:
         name for name in classes if is_part(name) or is_beside_classes(name) or _HARDLY_CLASSES.fullmatch(name.lower())
     )
     for name in doubtful if len(classes) > 1 else ():
-        others = "another" if len(classes) == 2 else f"{len(classes) - 1:,} others"
-        _log.warning("%s/ in %s is taken for a class of this name, beside %s.", name, url, others)
+        other_classes = "another" if len(classes) == 2 else f"{len(classes) - 1:,} others"
+        _log.warning("%s/ in %s is taken for a class of this name, beside %s.", name, url, other_classes)

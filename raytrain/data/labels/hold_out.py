@@ -101,10 +101,10 @@ def _folds_of_groups(
     group_of_image = np.arange(len(manifest)) if groups is None else groups.astype(str)
     names, group = np.unique(group_of_image, return_inverse=True)
     if len(names) < num_folds:
-        what = "images" if groups is None else "groups"
+        divided = "images" if groups is None else "groups"
         in_groups = "" if groups is None else f" of {format_count(len(names), 'group')}"
         raise UsageError(
-            f"{num_folds:,} folds need at least {num_folds:,} {what}, and {manifest.url} has "
+            f"{num_folds:,} folds need at least {num_folds:,} {divided}, and {manifest.url} has "
             f"{format_count(len(manifest), 'image')}{in_groups}; "
             + (f"take at most {len(names):,} folds." if len(names) > 1 else "folds cannot divide them.")
         )

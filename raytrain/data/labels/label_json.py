@@ -75,15 +75,15 @@ def _split_class_names(document: Any) -> tuple[Any, dict[str, str]]:
     """
     if not isinstance(document, dict) or "annotations" in document or _is_datumaro(document):  # read with the images
         return document, {}
-    rest = {name: value for name, value in document.items() if name not in _CLASS_NAMES}
-    has_table = any(_is_list_of(value, (dict, list)) or _is_by_image(value) for value in rest.values())
-    has_tables_of_parts = bool(rest) and all(map(is_part, rest))
+    beside_names = {name: value for name, value in document.items() if name not in _CLASS_NAMES}
+    has_table = any(_is_list_of(value, (dict, list)) or _is_by_image(value) for value in beside_names.values())
+    has_tables_of_parts = bool(beside_names) and all(map(is_part, beside_names))
     name = next((name for name in _CLASS_NAMES if isinstance(document.get(name), (dict, list))), None)
     if not (has_table or has_tables_of_parts):
         # FiftyOne writes {"classes": […], "labels": {"0001": 1}}, with names of images without their suffixes.
-        objects = [value for value in rest.values() if isinstance(value, dict)]
+        objects = [value for value in beside_names.values() if isinstance(value, dict)]
         has_table = len(objects) == 1 and all(isinstance(label, str) for label in objects[0].values())
-        rest = objects[0] if has_table else rest
+        beside_names = objects[0] if has_table else beside_names
     if name is None or not (has_table or has_tables_of_parts):
         return document, {}
 
@@ -99,7 +99,7 @@ def _split_class_names(document: Any) -> tuple[Any, dict[str, str]]:
     names = {str(number): str(class_name) for number, class_name in pairs}
     if len(set(names.values())) < len(classes) or not all(map(str.isdecimal, names)):
         raise ValueError(f"{name} has to give each class a number and a name of its own")
-    return rest, names
+    return beside_names, names
 
 
 def _records(document: Any, key_names: Set[str]) -> list[_Record]:
@@ -157,19 +157,20 @@ def _keyed_records(document: _Record, key_names: Set[str]) -> list[_Record]:
     return [{"key": name, "label": label} for name, label in document.items()]
 
 
-def _coco_records(images: list[_Record], annotations: list[_Record], **rest: Any) -> list[_Record]:
+def _coco_records(
+    images: list[_Record], annotations: list[_Record], categories: Sequence[_Record] = (), **_: Any
+) -> list[_Record]:
     """Return the images of a COCO document as rows, each with the list of its categories as label.
 
     If no category has a name, their ids are the labels. Raises ValueError if only some have one, ids or names are not
     unique, or an annotation has an id of no image or category.
     """
-    categories = [category for category in rest.get("categories", ()) if category.get("name")]
-    if categories and (unnamed := [each["id"] for each in rest["categories"] if not each.get("name")]):
-        counted = f"{len(unnamed):,} of its {len(rest['categories']):,} categories"
+    names = {category["id"]: category["name"] for category in categories if category.get("name")}
+    if names and (unnamed := [category["id"] for category in categories if not category.get("name")]):
+        counted = f"{len(unnamed):,} of its {len(categories):,} categories"
         raise ValueError(f"{counted} have no name, such as the one with the id {unnamed[0]}")
-    names = {category["id"]: category["name"] for category in categories}
     labels = {image["id"]: list[str]() for image in images}
-    if len(labels) < len(images) or len(set(names.values())) < len(categories):
+    if len(labels) < len(images) or (names and len(set(names.values())) < len(categories)):
         raise ValueError("several of its images have one id, or several of its categories one id or name")
     for annotation in annotations:
         image, category = annotation["image_id"], annotation["category_id"]
@@ -194,7 +195,7 @@ def _datumaro_records(categories: list[_Record], items: list[_Record]) -> list[_
     names = {str(number): category["name"] for number, category in enumerate(categories)}
     records = list[_Record]()
     for item in items:
-        numbers = [each["label_id"] for each in item["annotations"] if "label_id" in each]
+        numbers = [annotation["label_id"] for annotation in item["annotations"] if "label_id" in annotation]
         if unknown := [number for number in numbers if number not in names]:
             raise ValueError(
                 f"the item {item['id']} has the label {unknown[0]}, of {format_count(len(names), 'label')}"

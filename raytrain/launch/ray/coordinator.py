@@ -103,8 +103,8 @@ class RayCoordinator(Coordinator):
         if os.environ.get(PRINT_PATCH) == environment.get(PRINT_PATCH):
             not_for_workers.append(PRINT_PATCH)
         os.environ.update(environment)
-        this: CoordinatorHandle = ray.get_runtime_context().current_actor
-        delay_barrier(this.after_start.remote)
+        own_handle: CoordinatorHandle = ray.get_runtime_context().current_actor
+        delay_barrier(own_handle.after_start.remote)
         name_placement_groups(prefix)
         self._controller = Controller(**arguments)
         for name in not_for_workers:

@@ -75,9 +75,9 @@ class CacheFiller:
             # Tasks read the rest, once the workers no longer need all cores to start.
             self._started.wait()
             for dataset, order in self._orders.items():
-                rest = (BlockRef(0, number) for number in range(num_first[dataset], len(order)))
+                unread = (BlockRef(0, number) for number in range(num_first[dataset], len(order)))
                 images, cpus = self._images[dataset], self._cpus
-                for _, ref in blocks_by_tasks(images, [order], rest, cpus.num_tasks, cpus.task, lambda: self._closed):
+                for _, ref in blocks_by_tasks(images, [order], unread, cpus.num_tasks, cpus.task, lambda: self._closed):
                     self._add(dataset, ref)
         except Exception as error:
             if not self._closed:
