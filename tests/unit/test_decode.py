@@ -289,14 +289,6 @@ def test_the_transparent_value_of_a_grey_png_becomes_white(depth: int, left: int
         assert set(pixels[:, -pixels.shape[1] // 4 :].flat) == {right * 255 // (2**depth - 1)}
 
 
-def test_a_transparent_colour_of_16_bits_becomes_white_where_all_bits_are_its_own() -> None:
-    colours = [(0x1234, 0x5678, 0x9ABC), (0x1200, 0x5678, 0x9ABC), (0x3400, 0x7800, 0xBC00), (0x1234, 0x5678, 0x9ABC)]
-    rows = b"\0" + b"".join(struct.pack(">3H", *colour) for colour in colours)
-    data = png(4, 1, 16, 2, zlib.compress(rows), struct.pack(">3H", *colours[0]))
-    expected = [[255] * 3, [0x12, 0x56, 0x9A], [0x34, 0x78, 0xBC], [255] * 3]
-    assert decode(data, ImageShape(1, 4, 3)).tolist() == [expected]
-
-
 @pytest.mark.parametrize("transparent", [None, 3])
 def test_nothing_is_beside_a_frame_that_is_smaller_than_its_gif(transparent: int | None) -> None:
     options = {} if transparent is None else {"transparency": transparent}
