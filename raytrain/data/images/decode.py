@@ -228,11 +228,13 @@ def _load_upright(image: Any, data: bytes, box: Callable[[Size], CropBox]) -> An
     # Show transparency as browsers do, where Pillow does not.
     if is_frame_smaller:
         image = _on_transparent_canvas(image, frame)
-    elif data.startswith(_PNG) and data[_PNG_DEPTH] < 8 and data[_PNG_DEPTH + 1] == _PNG_GREY:
-        # Pillow compares the grey value that the file declares transparent with pixels that it has made 8 bits of.
-        largest = 2 ** data[_PNG_DEPTH] - 1
-        if image.info.get("transparency", largest + 1) <= largest:
-            image.info["transparency"] = image.info["transparency"] * 255 // largest
+    elif image.format == "PNG" and "transparency" in image.info:
+        # Pillow compares the value or colour that the file declares transparent with pixels that it has made 8 bits of.
+        transparent, depth, colour_type = image.info["transparency"], data[_PNG_DEPTH], data[_PNG_DEPTH + 1]
+        if colour_type == _PNG_GREY and depth < 8 and transparent < 2**depth:
+            image.info["transparency"] = transparent * 255 // (2**depth - 1)
+        elif colour_type == _PNG_RGB and depth == 16:
+            image.info["transparency"] = tuple(value >> 8 for value in transparent)
     if image.format in ("PNG", "WEBP"):
         orientation = _exif_orientation(image.info.get("exif"))
     return _rotated(image, orientation)
