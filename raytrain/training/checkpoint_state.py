@@ -176,27 +176,24 @@ class CheckpointState:
         """
         built = [options_of(group) for group in optimizer.param_groups]
 
-        # Find the wrapped optimizers, alone or in lists, and which of their groups are also groups of this one.
+        # Find the wrapped optimizers, alone or in lists, and of each of their groups, which group of this one it is.
         wrapped: dict[str, Optimizer] = {}
         for attribute, value in vars(optimizer).items():
             values = value if isinstance(value, (list, tuple)) else [value]
             inners = [value for value in values if isinstance(value, Optimizer)]
             wrapped.update({f"{attribute.lstrip('_')} {number}": inner for number, inner in enumerate(inners, start=1)})
-        shared = [
-            (inner, inner_index, index)
-            for inner in wrapped.values()
-            for inner_index, inner_group in enumerate(inner.param_groups)
-            for index, group in enumerate(optimizer.param_groups)
-            if inner_group is group
-        ]
+        index_of = {id(group): index for index, group in enumerate(optimizer.param_groups)}
+        shared = {inner: [index_of.get(id(group)) for group in inner.param_groups] for inner in wrapped.values()}
 
         # Load all of them, and share the groups again, which load_state_dict has replaced by new ones.
         self._add(name, optimizer)
         for attribute, inner in wrapped.items():
             if inner not in self._options.optimizers:
                 self._add_optimizer(f"{attribute} of {name}", inner)
-        for inner, inner_index, index in shared:
-            inner.param_groups[inner_index] = optimizer.param_groups[index]
+        for inner, indices in shared.items():
+            for number, index in enumerate(indices):
+                if index is not None:
+                    inner.param_groups[number] = optimizer.param_groups[index]
 
         self._options.add(optimizer, built)
 
@@ -352,7 +349,7 @@ class CheckpointState:
     def addresses(self) -> set[int]:
         """Return the memory addresses of the tensors of all that is prepared except for optimizers.
 
-        Those are networks, moving averages, networks in attributes of other objects, and tensors in state_dicts.
+        These tensors are in networks, moving averages, networks in attributes of other objects, and state_dicts.
         """
         things = [prepared.thing for prepared in self._prepared.values() if not isinstance(prepared.thing, Optimizer)]
         inside = [value for thing in things for value in _attributes(thing) if isinstance(value, nn.Module)]
@@ -420,7 +417,7 @@ def _of_first_groups(state: StateDict, num_groups: int) -> StateDict:
     numbers = {number for group in groups for number in group["params"]}
     return {
         **state,
-        "state": {number: kept for number, kept in state["state"].items() if number in numbers},
+        "state": {number: of_weight for number, of_weight in state["state"].items() if number in numbers},
         "param_groups": groups,
     }
 

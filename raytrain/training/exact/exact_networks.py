@@ -207,7 +207,7 @@ class BeforeForward:
             self.networks.before_forward(network, *rows_among((*inputs, *options.values())))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Make a hook without networks of a copy or a pickle."""
+        """Copy and pickle this hook as one without networks."""
         return BeforeForward, ()
 
 
@@ -228,11 +228,11 @@ def rows_among(inputs: Iterable[Any]) -> tuple[Tensor | None, int]:
 
 
 def _find_rows(
-    inputs: Iterable[Any], *, in_objects: int, fewest: int = 1, is_within_object: bool = False
+    inputs: Iterable[Any], in_objects: int, fewest: int = 1, searches_objects: bool = True
 ) -> tuple[Tensor | None, int] | None:
     """Return what :func:`rows_among` does; None without any tensor.
 
-    Tensors count if they have at least ``fewest`` dimensions, and in records and other objects ``in_objects``.
+    Tensors count if they have at least ``fewest`` dimensions, and within records and other objects ``in_objects``.
     """
     for value in inputs:
         if isinstance(value, Tensor) and value.ndim >= fewest:
@@ -242,22 +242,17 @@ def _find_rows(
 
         # Search containers, dataclasses, and objects such as DETR's NestedTensor, but not objects within these, which
         # may refer to each other.
-        nested: Iterable[Any] = ()
-        is_record = is_object = False
         if isinstance(value, Mapping):
-            nested = value.values()
+            inner = _find_rows(value.values(), in_objects, fewest, searches_objects)
         elif isinstance(value, (list, tuple)):
-            nested = value
+            inner = _find_rows(value, in_objects, fewest, searches_objects)
         elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-            nested, is_record = [getattr(value, field.name) for field in dataclasses.fields(value)], True
-        elif not is_within_object and not isinstance(value, (type, ModuleType, FunctionType, nn.Module)):
-            nested, is_object = getattr(value, "__dict__", {}).values(), True
-        inner = _find_rows(
-            nested,
-            in_objects=in_objects,
-            fewest=in_objects if is_record or is_object else fewest,
-            is_within_object=is_within_object or is_object,
-        )
+            fields = [getattr(value, field.name) for field in dataclasses.fields(value)]
+            inner = _find_rows(fields, in_objects, in_objects, searches_objects)
+        elif searches_objects and not isinstance(value, (type, ModuleType, FunctionType, nn.Module)):
+            inner = _find_rows(getattr(value, "__dict__", {}).values(), in_objects, in_objects, searches_objects=False)
+        else:
+            continue
         if inner is None or inner[0] is None:
             continue
         if isinstance(value, list) and inner[0].ndim == 3 and isinstance(value[0], Mapping):
