@@ -264,17 +264,11 @@ class Curves:
 
         A point has the last step of its rows. Its values are those of its rows that are known and finite.
         """
-        # Each row of these arrays (count, size) becomes a point.
         end = first + count * size
         self._steps[first:end] = self._steps[first + size - 1 : end : size]
         for column in self._columns.values():
-            means, lows, highs = (np.array(statistic[first:end]).reshape(count, size) for statistic in column)
-            is_finite = np.isfinite(means)
-            with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-                mean = np.where(is_finite, means, 0).sum(axis=1) / is_finite.sum(axis=1)
-            low = np.fmin.reduce(np.where(np.isfinite(lows), lows, np.nan), axis=1)
-            high = np.fmax.reduce(np.where(np.isfinite(highs), highs, np.nan), axis=1)
-            for statistic, merged in zip(column, (mean, low, high), strict=True):
+            values = [np.array(statistic[first:end]) for statistic in column]
+            for statistic, merged in zip(column, _grouped(values, np.arange(0, count * size, size)), strict=True):
                 statistic[first:end] = array("d", merged.tobytes())
 
     def since(self, num_seen: int) -> dict[str, Any]:
@@ -310,20 +304,25 @@ class Curves:
         has_several_rows = len(starts) < len(steps) or self._rows_per_point > 1
         metrics: dict[str, dict[str, list[float | None]]] = {}
         for name, column in self._columns.items():
-            means, lows, highs = (np.array(statistic[first:end]) for statistic in column)
-            if not has_several_rows:
-                metrics[name] = {"mean": _plain_values(means)}
-                continue
-            is_finite = np.isfinite(means)
-            with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-                sums = np.add.reduceat(np.where(is_finite, means, 0), starts)
-                mean = sums / np.add.reduceat(is_finite.astype(float), starts)
-            metrics[name] = {
-                "mean": _plain_values(mean),
-                "low": _plain_values(np.fmin.reduceat(lows, starts)),
-                "high": _plain_values(np.fmax.reduceat(highs, starts)),
-            }
+            values = [np.array(statistic[first:end]) for statistic in column]
+            if has_several_rows:
+                statistics = zip(("mean", "low", "high"), _grouped(values, starts), strict=True)
+                metrics[name] = {statistic: _plain_values(grouped) for statistic, grouped in statistics}
+            else:
+                metrics[name] = {"mean": _plain_values(values[0])}
         return {"width": width, "step": steps[ends[: len(starts)]].tolist(), "metrics": metrics}
+
+
+def _grouped(values: Sequence[Floats], starts: NDArray[np.intp]) -> tuple[Floats, Floats, Floats]:
+    """Return mean, minimum and maximum of each group of points, (num_groups,) each; NaN for one without finite values.
+
+    ``values`` are the means, minima and maxima of the points, (num_points,) each; only finite ones count. ``starts``
+    are the first indices of the groups.
+    """
+    means, lows, highs = (np.where(np.isfinite(statistic), statistic, np.nan) for statistic in values)
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        mean = np.add.reduceat(np.nan_to_num(means), starts) / np.add.reduceat(np.isfinite(means).astype(float), starts)
+    return mean, np.fmin.reduceat(lows, starts), np.fmax.reduceat(highs, starts)
 
 
 def _plain_values(values: Floats) -> list[float | None]:
