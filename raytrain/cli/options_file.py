@@ -239,8 +239,8 @@ def _yaml_entries(place: str, text: str) -> Iterator[_Entry]:
 def _node_value(where: str, node: Any) -> Any:
     """Return a node of YAML as a plain value: None, a bool, a number or a str, or a flat list or dict of these.
 
-    Raises UsageError, which begins with ``where``, the file and the line, for a list or dict that contains another one,
-    and for a mapping with a name that occurs twice.
+    Raises UsageError for a list or dict within another one, and for a name that occurs twice in a mapping. The sentence
+    begins with ``where``, the file and the line.
     """
     if node.id == "sequence" and all(item.id == "scalar" for item in node.value):
         return [_node_value(where, item) for item in node.value]

@@ -99,7 +99,7 @@ def _find_module(module: str) -> tuple[Any, str]:
 def find_spec(package: str, *folders: str) -> Any:
     """Return the spec of an installed ``package``, or of one in these ``folders``; None if it is not there.
 
-    A package that is imported already, in a way that has left it no spec, gives its name in place of one.
+    For a package that is imported already and has no spec, return its name.
 
     Example: ``find_spec("torch") is not None``
     """
@@ -189,7 +189,7 @@ def own_file(module: str) -> str | None:
 
 
 def import_missing_files(files: Mapping[str, str]) -> None:
-    """Import the user's ``files``, those of :func:`own_files` in another process, that this one has not imported."""
+    """Import those of the user's ``files``, from :func:`own_files` in another process, that are not imported here."""
     for module, path in files.items():
         if module not in sys.modules:
             import_own_file(path)

@@ -184,8 +184,8 @@ class Ranges:
 def phase_seconds(ranges: Ranges) -> dict[str, float]:
     """Return the seconds of each of :data:`PHASES` in an average step; their sum is the time of a step.
 
-    All-reduce is only the time in which a worker waits for the others and computes nothing. It does not count for the
-    phase in which it lies, such as backward.
+    All-reduce is only the time in which a worker waits for the others and computes nothing. This time does not count
+    for the phase in which it lies, such as backward.
     """
     # Split the time at each start and end of any interval: each piece lies wholly inside or outside of each phase.
     edges = np.unique([edge for kind in vars(ranges).values() for interval in kind for edge in interval])

@@ -164,10 +164,9 @@ class Plot:
 
 
 def _range_without_outliers(values: Floats) -> tuple[float, float]:
-    """Return the ends of an axis for ``values``, which a few much higher ones do not stretch.
+    """Return the ends of an axis for ``values``; a few much higher ones, as in the first steps, do not stretch it.
 
-    Such are the losses of the first steps. They are those above 97 % of the values, if an axis for all of them would be
-    more than four times as long.
+    These are the highest 3 % of the values, if an axis for all values would be more than four times as long.
     """
     low, high = _range(values, margin=0.1)
     quantile = float(np.quantile(values, 0.97))

@@ -150,7 +150,7 @@ def comparison_plots(records: Sequence[RunRecord], labels: Sequence[str]) -> lis
 
 
 def _series(label: str, style: str, rows: Sequence[MetricRow], kind: Kind, metric: str) -> Series:
-    """Return the values of a ``metric`` in the rows of one ``kind`` that have it over their steps, to be one line."""
+    """Return the line of a ``metric`` over the steps, from those rows of a ``kind`` that have it."""
     rows = [row for row in rows if row.kind == kind and (metric in row.metrics or row.value(metric) is not None)]
     return Series(label, style, [row.step for row in rows], [row.value(metric) for row in rows])
 
@@ -167,8 +167,8 @@ def _check_history(records: Sequence[RunRecord]) -> None:
 def _draw(figure: Figure, plots: Sequence[Plot]) -> list[Axes]:
     """Draw plots below each other, over the same steps, and return the axes of each.
 
-    Points are marked by dots if a line has at most 60. Of a line with more than 1,000 points, which would hide all
-    others behind a band, the means of 500 groups of neighbours are drawn, and pale the range of each group.
+    Points are marked by dots if a line has at most 60. A line with more than 1,000 points would hide all others behind
+    a band: the means of 500 groups of neighbours are drawn in its place, and the range of each group in a pale colour.
     """
     from matplotlib.ticker import StrMethodFormatter
 

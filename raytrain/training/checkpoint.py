@@ -95,7 +95,8 @@ class CheckpointSchedule:
     def note_checkpoint(self, step: int, not_finite: str | None = None) -> None:
         """Note that a checkpoint after ``step`` completed steps is being written, or left out.
 
-        It is left out if a weight is not finite, whose name is ``not_finite``. Both count as the last checkpoint.
+        It is left out if a weight is not finite; ``not_finite`` is the name of that weight. One that is left out counts
+        as the last checkpoint, too.
         """
         if not_finite is None:
             self.saved_step, self._diverged = step, None

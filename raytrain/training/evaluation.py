@@ -205,7 +205,7 @@ def check_built_in_evaluation(run: Run) -> None:
 def _try_named_metrics(run: Run, logits: Tensor) -> None:
     """Raise UsageError, in the first step, if the metrics that the options name cannot measure such ``logits``.
 
-    The same goes for a metric of ``--best`` or ``--until`` that does not say whether a smaller value is better.
+    Raise it, too, if a metric of ``--best`` or ``--until`` does not say whether a smaller value is better.
     """
     named = _named_metrics(run)
     if named is None:

@@ -21,7 +21,7 @@ from raytrain.training.run_spec import RunSpec
 
 @contextmanager
 def errors_of_loop(spec: RunSpec, run: Run) -> Iterator[None]:
-    """Raise an exception of the loop, which runs in this context, as one of ours, whose sentence says what to do.
+    """Turn an exception of the loop, which runs in this context, into one of raytrain's that says what to do.
 
     A successful exit, such as sys.exit(0), only ends the context. The exception is an OutOfMemory, a UsageError for
     mistakes that many loops make, or else a LoopFailed. If another attempt may help, the exception itself is raised.

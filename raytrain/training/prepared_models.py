@@ -257,7 +257,7 @@ class PreparedModels(ExactNetworks):
     def measured(self) -> str | None:
         """Return the name of the network that the last evaluation called; None if it called none.
 
-        Of several, it is the average of the first network's weights, or else the first one that was prepared.
+        If it called several, that is the average of the first network's weights, or else the one prepared first.
         """
         averages_first = sorted(self.named, key=lambda name: name != "average")
         return next((name for name in averages_first if name in self._called), None)

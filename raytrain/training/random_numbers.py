@@ -68,9 +68,9 @@ def state_of(generator: Any) -> str:
 
 @contextmanager
 def kept_generators(device: torch.device) -> Iterator[None]:
-    """Restore the generators after this context, so that they continue as if they had not been used or seeded in it.
+    """Restore the generators that :func:`seed_generators` seeds for ``device`` after this context.
 
-    They are those that :func:`seed_generators` seeds for ``device``.
+    They continue as if they had not been used or seeded in it.
     """
     # Torch restores its own generators; those of NumPy and Python get their state back here.
     numpy_state, python_state = np.random.get_state(), random.getstate()

@@ -144,8 +144,7 @@ def _scheduled(options: Options) -> Options:
 def _begun(built: Options, group: Options) -> Options:
     """Return the options with which a ``group`` begins the epochs; the loop has built it with the options ``built``.
 
-    The rate from which a scheduler starts is that of the loop, because on a resume the scheduler finds the one of the
-    checkpoint in the ``group``, and keeps it.
+    The rate from which a scheduler starts is the loop's: after a resume, the ``group`` has that of the checkpoint.
     """
     begun = {**built, **{name: value for name, value in _scheduled(options_of(group)).items() if name in built}}
     return {**begun, "initial_lr": built.get("initial_lr", built.get("lr"))} if "initial_lr" in group else begun

@@ -172,8 +172,7 @@ class WatchedRuns:
     def _resume_command(self, name: str, store: Store, config: TrainConfig, status: RunStatus) -> dict[str, str] | None:
         """Return the command that resumes a run that has not finished, with its heading; None if no command does.
 
-        A trial is resumed with its sweep. The command leaves the workers to the machine where it is typed, which may be
-        another one.
+        A trial is resumed with its sweep. The command may be typed on another machine, so workers and device are auto.
         """
         # Nothing is left to resume, or there is no checkpoint: a search for a rate never writes one.
         if status.active or status.status == "finished" or config.is_range_test:

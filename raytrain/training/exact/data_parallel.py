@@ -233,7 +233,7 @@ class ParallelNetworks(ExactNetworks):
     def deferred(self) -> AbstractContextManager[None]:
         """Return a context in which gradients stay on this worker, until the next backward outside of it.
 
-        Those that no backward has summed are summed by the next step of an optimizer of the networks.
+        Gradients that no backward has summed by then are summed by the next step of an optimizer of the networks.
         """
         # A hook of all optimizers, which goes with these networks. Most loops never need it.
         if not self._sums_before_steps:

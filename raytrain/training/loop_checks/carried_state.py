@@ -84,7 +84,7 @@ class CarriedState:
         self._began = [clock() for clock in _CLOCKS]
 
     def begin_epoch(self, frame: FrameType | None) -> None:
-        """Note which variables the function of ``frame``, which goes over the epochs, may read in the one that begins.
+        """Note which variables the function of ``frame``, which asks for epochs, may read in the epoch that begins.
 
         Its callers read their variables only after the last epoch, when a resume has computed them anew. But if the
         function is a generator, its caller has the body of the loop over the epochs, and is noted, too.

@@ -25,10 +25,11 @@ _FILLS = {"__setitem__", "masked_fill", "masked_fill_", "index_fill_", "where"} 
 def watched_hook(
     hook: Callable[[Tensor], Any], report: Callable[[], None], is_watching: Callable[[], bool], weights: set[int] | None
 ) -> Callable[[Tensor], Any]:
-    """Return ``hook``, which calls ``report`` if it has changed a gradient otherwise than by a product, or a sum.
+    """Return a function that calls ``hook``, and ``report`` if the hook does anything but multiply the gradient.
 
-    A sum is right for a hook of a weight, for which ``weights`` has the IDs of all; it is None for others. That is
-    found out in those calls in which ``is_watching()`` is true. A watched hook is returned as it is.
+    A hook of a weight may also add to the gradient what is computed from weights: ``weights`` has the IDs of all
+    weights then, and is None for a hook of another tensor. Calls are watched while ``is_watching()`` is true. A hook
+    that is watched already is returned as it is.
 
     Example::
 

@@ -129,7 +129,7 @@ class LoopWatch:
     def follow_mean(self, numerator: Tensor, mean: Tensor) -> None:
         """Take ``mean``, which ``run.mean`` has computed of a ``numerator``, for a mean over this worker's images.
 
-        Each worker has another one: a loss may be linear in it, and not its square.
+        The workers' means differ, so a loss may be linear in this one, but must not square it.
         """
         self._calls.follow_mean(numerator, mean)
 

@@ -80,7 +80,7 @@ def epoch_number_that_decides(frame: FrameType) -> str | None:
 
 
 def _function_and_line(frame: FrameType) -> tuple[ast.AST, int]:
-    """Return the function, or the module, that ``frame`` runs, and the number in it of the line that it has reached.
+    """Return the function or module that ``frame`` runs, and the line that it has reached, counted within it.
 
     Raises an exception of ``NO_SOURCE`` if its text is not known.
     """

@@ -33,7 +33,8 @@ def is_all_rows(tensor: Tensor, index: Any, num_images: int) -> bool:
 def covers_alike(mask: Tensor) -> bool:
     """Return whether each row of ``mask``, (m, ...), has the same sum, though not all of its numbers are the same.
 
-    Such are the mask of a masked autoencoder, which covers equally many patches of each image, and ``one_hot(labels)``.
+    Examples are the mask of a masked autoencoder, which covers equally many patches of each image, and
+    ``one_hot(labels)``.
     """
     if mask.ndim < 2 or mask.requires_grad:
         return False
@@ -46,7 +47,7 @@ def parts_of_rows(name: str, args: Any, result: Any) -> list[tuple[Tensor, int]]
     """Return what a call has cut out of a tensor's rows, each part with the number of the row at which it begins.
 
     ``name`` and ``args`` are those of a function of torch's, such as a slice or ``tensor_split``. ``linspace`` makes a
-    part that begins at row 0, with a number for each.
+    part that begins at row 0, with a number for each row.
     """
     if name == "linspace":
         return [(result, 0)]

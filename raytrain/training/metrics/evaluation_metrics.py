@@ -91,8 +91,8 @@ def balanced_accuracy(right: Counts, truth: Counts) -> float:
 def macro_f1(right: Counts, truth: Counts, predicted: Counts) -> float:
     """Return the mean F1, 2·right / (truth + predicted), over the classes that have images; NaN without images.
 
-    ``right`` counts the images of a class that are predicted right, ``truth`` those that have it, ``predicted`` those
-    that are predicted to have it.
+    For each class, ``truth`` counts its images, ``predicted`` the images that are predicted to have it, and ``right``
+    the images that both count.
     """
     present = truth > 0
     f1 = 2 * right[present] / (truth + predicted)[present]
