@@ -289,11 +289,12 @@ def test_the_transparent_value_of_a_grey_png_becomes_white(depth: int, left: int
         assert set(pixels[:, -pixels.shape[1] // 4 :].flat) == {right * 255 // (2**depth - 1)}
 
 
-def test_a_transparent_colour_of_16_bits_is_compared_by_its_high_bytes() -> None:
-    colours = [(0x1234, 0x5678, 0x9ABC), (0x3400, 0x7800, 0xBC00)]
+def test_a_transparent_colour_of_16_bits_becomes_white_where_all_bits_are_its_own() -> None:
+    colours = [(0x1234, 0x5678, 0x9ABC), (0x1200, 0x5678, 0x9ABC), (0x3400, 0x7800, 0xBC00), (0x1234, 0x5678, 0x9ABC)]
     rows = b"\0" + b"".join(struct.pack(">3H", *colour) for colour in colours)
-    data = png(2, 1, 16, 2, zlib.compress(rows), struct.pack(">3H", *colours[0]))
-    assert decode(data, ImageShape(1, 2, 3)).tolist() == [[[255] * 3, [0x34, 0x78, 0xBC]]]
+    data = png(4, 1, 16, 2, zlib.compress(rows), struct.pack(">3H", *colours[0]))
+    expected = [[255] * 3, [0x12, 0x56, 0x9A], [0x34, 0x78, 0xBC], [255] * 3]
+    assert decode(data, ImageShape(1, 4, 3)).tolist() == [expected]
 
 
 @pytest.mark.parametrize("transparent", [None, 3])

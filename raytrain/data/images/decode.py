@@ -56,6 +56,7 @@ _FORMATS = ("JPEG", "PNG", "GIF", "BMP", "WEBP")  # Pillow's other decoders neve
 _PNG = b"\x89PNG\r\n\x1a\n"
 _PNG_DEPTH = 24  # its position in a PNG, before the type of colour
 _PNG_GREY, _PNG_RGB = 0, 2  # types of colour
+_LOW_BYTES = "RGB;16L"  # Pillow's name of colours of 16 bits whose low bytes come first
 _PNG_TEXT = (b"tEXt", b"zTXt", b"iTXt", b"iCCP")
 _LOOKED_AT_BYTES = 256  # to tell whether a file is text
 _SMALL_TEXT_BYTES = 1000  # compressed, of which at most 1 MiB can come
@@ -229,12 +230,7 @@ def _load_upright(image: Any, data: bytes, box: Callable[[Size], CropBox]) -> An
     if is_frame_smaller:
         image = _on_transparent_canvas(image, frame)
     elif image.format == "PNG" and "transparency" in image.info:
-        # Pillow compares the value or colour that the file declares transparent with pixels that it has made 8 bits of.
-        transparent, depth, colour_type = image.info["transparency"], data[_PNG_DEPTH], data[_PNG_DEPTH + 1]
-        if colour_type == _PNG_GREY and depth < 8 and transparent < 2**depth:
-            image.info["transparency"] = transparent * 255 // (2**depth - 1)
-        elif colour_type == _PNG_RGB and depth == 16:
-            image.info["transparency"] = tuple(value >> 8 for value in transparent)
+        image = _with_transparent_colour(image, data)
     if image.format in ("PNG", "WEBP"):
         orientation = _exif_orientation(image.info.get("exif"))
     return _rotated(image, orientation)
@@ -263,6 +259,30 @@ def _on_transparent_canvas(image: Any, frame: Any) -> Any:
     canvas = Image.new("RGBA", image.size, (255, 255, 255, 0))
     canvas.paste(image.crop(frame).convert("RGBA"), frame)
     return canvas
+
+
+def _with_transparent_colour(image: Any, data: bytes) -> Any:
+    """Return a PNG in which exactly the pixels of the colour that it declares transparent are transparent.
+
+    Pillow compares this colour with pixels of 8 bits, which is wrong for images of fewer or of 16 bits.
+    """
+    from PIL import Image
+
+    transparent = image.info["transparency"]
+    depth, colour_type = data[_PNG_DEPTH], data[_PNG_DEPTH + 1]
+    if colour_type == _PNG_GREY and depth < 8 and transparent < 2**depth:
+        image.info["transparency"] = transparent * 255 // (2**depth - 1)
+    elif colour_type == _PNG_RGB and depth == 16:
+        # Pillow keeps only the high byte of each channel. Decoded with swapped bytes, the file yields the low ones.
+        with _opened(data) as swapped:
+            swapped.tile = [tile._replace(args=_LOW_BYTES) for tile in swapped.tile]
+            swapped.load()
+            low_bytes = np.asarray(swapped)
+        colour = np.array(transparent)
+        is_opaque = ((np.asarray(image) != colour >> 8) | (low_bytes != (colour & 255))).any(axis=2)
+        del image.info["transparency"]
+        image.putalpha(Image.fromarray(is_opaque.astype(np.uint8) * np.uint8(255)))
+    return image
 
 
 def pixels_of(image: Any, shape: ImageShape, crop: Crop = STRETCH) -> Pixels:
