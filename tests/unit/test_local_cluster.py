@@ -11,6 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 from raytrain.errors import UsageError
+from raytrain.launch.ray import cluster_watch
+from raytrain.launch.ray.cluster_watch import LogRoomCheck
 from raytrain.launch.ray.own_cluster import LocalCluster
 
 pytestmark = pytest.mark.not_quick
@@ -66,6 +68,19 @@ def test_a_cluster_that_cannot_start_says_why(
     with pytest.raises(UsageError, match=sentence):
         start(tmp_path, *[error] * tries)
     assert int((tmp_path / "ray" / "_private" / "tries").read_text()) == tries
+
+
+def test_a_run_that_stands_still_while_the_disk_is_full_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = iter([0.0, 0.0, 300.0, 301.0, 302.0, 500.0])
+    monkeypatch.setattr(cluster_watch.time, "monotonic", lambda: next(seconds))
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=2_000))  # pyright: ignore
+    check = LogRoomCheck(str(tmp_path))
+    for step in (0, 1, 2, 2):
+        check.check(step)
+    with pytest.raises(UsageError, match=rf"The disk of {tmp_path} has 0\.0 MB free, and Ray needs .* RAY_TMPDIR"):
+        check.check(2)
 
 
 def test_a_full_disk_is_named_before_a_process_of_ray_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Watches the cluster of a run: waits for machines, finds workers and data tasks without room, and a silent head."""
+"""Watches the cluster of a run: waits for machines, finds what has no room, a full disk, and a silent head."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from raytrain.errors import UsageError, format_count
 from raytrain.launch.placement import Hardware, Placement, available_workers, device_kind, wanted_workers
 from raytrain.launch.ray.head_queries import autoscaler_problems, head_answers, num_waiting_tasks
 from raytrain.launch.ray.nodes import cluster_hardware, worker_resources
+from raytrain.launch.ray.own_cluster import check_room_for_logs
 from raytrain.monitor.events import Event, HeadBack, HeadSilent, ReadersWait
 from raytrain.runs.background_and_throttle import Background, Throttle
 from raytrain.runs.redact import one_line
@@ -225,6 +226,29 @@ def _waiting_task(task_cpus: Collection[float]) -> tuple[float, float, float]:
             if num_waiting_tasks(cpus, _ANSWER_WITHIN_S):
                 return cpus, ray.available_resources().get("CPU", 0.0), ray.cluster_resources().get("CPU", 0.0)
     return 0.0, 0.0, 0.0
+
+
+STANDS_STILL_S = 120.0
+_FULL_BYTES = 1_000_000  # with less room for logs, no process of Ray starts
+
+
+class LogRoomCheck:
+    """Ends a run that stands still because the disk with Ray's temporary ``folder`` has filled up since its start.
+
+    No worker and no data task starts then, and Ray would try it for ever. Processes that run already go on.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self._step, self._since = -1, time.monotonic()  # when the run was first seen at this step
+
+    def check(self, step: int) -> None:
+        """Raise UsageError if the run has stayed at ``step`` for two minutes, and the disk is full."""
+        now = time.monotonic()
+        if step != self._step:
+            self._step, self._since = step, now
+        elif now - self._since >= STANDS_STILL_S:
+            check_room_for_logs(self._folder, _FULL_BYTES)
 
 
 ASK_HEAD_EVERY_S = 5.0

@@ -81,6 +81,11 @@ class OwnRay:
         self._ends_after_use = False
 
     @property
+    def log_folder(self) -> str:
+        """The folder in which this Ray has made one for the logs of its processes."""
+        return self._cluster.log_folder
+
+    @property
     def is_joined(self) -> bool:
         """True if this process is in this cluster."""
         if self._address is None or not in_ray():

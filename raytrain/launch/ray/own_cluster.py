@@ -87,7 +87,8 @@ class LocalCluster:
         # Ray would make its sockets in a folder of TMPDIR, where their paths may be too long.
         is_long = len(os.fsencode(os.environ.get("TMPDIR", ""))) > _MAX_FOLDER
         short_folder = {"RAY_TMPDIR": "/tmp"} if is_long and "RAY_TMPDIR" not in os.environ else {}
-        check_room_for_logs({**os.environ, **short_folder, **environment})
+        self.log_folder = temporary_folder({**os.environ, **short_folder, **environment})
+        check_room_for_logs(self.log_folder)
 
         self._opened = contextlib.ExitStack()
         self._opened.enter_context(variables_set({**WITHOUT_EXTRAS, **token_settings()}))
@@ -120,9 +121,8 @@ class LocalCluster:
             load, num_cores = os.getloadavg()[0], format_count(cores(), "core")
             cause = f"while some {load:.0f} processes shared its {num_cores}; run the command again if it is less busy"
             if load <= 2 * cores():
-                folder = temporary_folder(self._environment)
-                cause = f"and its {num_cores} are not busy, so its disk may be slow; set RAY_TMPDIR, which is {folder}"
-                cause += " now, to a folder on a faster one"
+                cause = f"and its {num_cores} are not busy, so its disk may be slow; set RAY_TMPDIR, which is "
+                cause += f"{self.log_folder} now, to a folder on a faster one"
             raise UsageError(
                 f"Ray could not start on this machine, in {_NUM_TRIES} tries of 30 s, {cause}, or use --backend local."
             )
@@ -163,15 +163,14 @@ def temporary_folder(environment: Mapping[str, str]) -> str:
     return environment.get("RAY_TMPDIR") or environment.get("TMPDIR") or "/tmp"
 
 
-def check_room_for_logs(environment: Mapping[str, str]) -> None:
-    """Raise UsageError if the disk of the temporary folder that Ray gets in ``environment`` is full.
+def check_room_for_logs(folder: str, needed_bytes: int = _LOG_BYTES) -> None:
+    """Raise UsageError if the disk of Ray's temporary folder has less than ``needed_bytes`` free.
 
-    Otherwise each process of Ray would end as soon as it writes its log, and Ray would start it again, for ever.
+    On a full disk, each process of Ray would end as soon as it writes its log, and Ray would start it again, for ever.
     """
-    folder = temporary_folder(environment)
     with contextlib.suppress(OSError):  # Ray makes a folder that does not exist, or says that it cannot
         free_bytes = shutil.disk_usage(folder).free
-        if free_bytes < _LOG_BYTES:
+        if free_bytes < needed_bytes:
             raise UsageError(
                 f"The disk of {folder} has {free_bytes / 1e6:.1f} MB free, and Ray needs {_LOG_BYTES / 1e6:.0f} MB "
                 "there for the logs of its processes; free some space, or set RAY_TMPDIR to a folder on another disk."

@@ -15,7 +15,7 @@ from raytrain.errors import CoordinatorLost, current_folder
 from raytrain.launch.coordinator import Coordinator
 from raytrain.launch.placement import place
 from raytrain.launch.prepare import PreparedRun
-from raytrain.launch.ray.cluster_watch import CapacityCheck, HeadWatch, ReadersCheck
+from raytrain.launch.ray.cluster_watch import CapacityCheck, HeadWatch, LogRoomCheck, ReadersCheck
 from raytrain.launch.ray.connection import Connection
 from raytrain.launch.ray.coordinator import RayMonitor, needs_coordinator, open_coordinator
 from raytrain.launch.ray.feed.data_feed import DataFeed, RaySharedImages
@@ -141,20 +141,24 @@ class RayLaunch:
             opened.callback(self._head.close)
             self._readers = ReadersCheck(self._feed.task_cpus, self._monitor.note_event)
             opened.callback(self._readers.close)
+            self._log_room = self._cluster.own and LogRoomCheck(self._cluster.own.log_folder)
             self._opened = opened.pop_all()
         return cast(Coordinator, self._monitor)  # it has all methods of one that a session calls
 
     def poll(self, snapshot: Snapshot) -> None:
         """Renew credentials, and look for workers and data tasks without room, and for a head that does not answer.
 
-        Raises what :meth:`CapacityCheck.check` raises, and :class:`CoordinatorLost` if the coordinator has died, or the
-        head of a Ray of this process, which nobody starts again: a minute later, Ray would end this process.
+        Raises what :meth:`CapacityCheck.check` and :meth:`LogRoomCheck.check` raise. Raises :class:`CoordinatorLost` if
+        the coordinator has died, or the head of this process's own Ray, which nobody starts again: a minute later, Ray
+        would end this process.
         """
         if snapshot.status == "running":
             self._feed.fill_cache()
             self._readers.check(snapshot.step)
         is_starting, is_stopping = snapshot.status == "starting", snapshot.stop_request is not None
         self._capacity.check(is_starting=is_starting, is_stopping=is_stopping)
+        if self._log_room is not None:
+            self._log_room.check(snapshot.step)
         with self._needs_coordinator():
             self._lender.lend_if_due()
         self._head.poll()
