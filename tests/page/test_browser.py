@@ -32,11 +32,14 @@ from raytrain.runs.documents import (
     SUMMARY,
     SUSPICIOUS_LABELS,
     SWEEP,
+    UNUSED_OPTIONS,
+    read_config,
     read_json,
     run_store,
     write_json,
 )
 from raytrain.runs.machine_history import MachineHistory, MachineUse
+from raytrain.runs.outcome import failure_sentence
 from raytrain.runs.status import read_status, write_status
 from tests.helpers.browser_pages import expect_later_step, ink
 from tests.helpers.dropping_proxy import DroppingProxy
@@ -375,6 +378,37 @@ def test_what_is_damaged_in_an_evaluation_hides_nothing_else(visit: Visit, tmp_p
         expect(page.locator(".confusions li")).to_have_count(1)
         expect(page.locator("table.matrix th").first).to_contain_text("<img src=x onerror=alert(1)>")
         assert page.locator("img[src=x]").count() == 0
+
+
+def test_a_failed_run_with_a_loop_of_its_own_shows_one_command_and_the_options_that_it_uses(
+    visit: Visit, tmp_path: Path
+) -> None:
+    store = store_run(tmp_path, "run", [step_row(5, loss=1.0)])
+    write_json(store, UNUSED_OPTIONS, {"options": ["model", "learning_rate", "optimizer"]})
+    for has_checkpoint in (True, False):
+        error = failure_sentence(
+            read_config(store), "its loop failed after step 5: boom", has_checkpoint=has_checkpoint
+        )
+        end_run(store, "failed", 5, None)
+        write_json(store, SUMMARY, {**read_json(store, SUMMARY), "error": f"{error}."})
+        with page_of(tmp_path, "run") as server:
+            page = visit(server.url)
+            expect(page.locator(".banner .resume")).to_contain_text("Resume with: raytrain train --name run")
+            expect(page.locator(".banner")).to_contain_text("Run 'run' failed: its loop failed after step 5: boom.")
+            assert page.locator(".banner").inner_text().count("raytrain train") == 1
+            expect(page.locator(".options")).to_contain_text("Epochs")
+            for option in ("Model", "Rate", "Optimizer"):
+                expect(page.locator(".options")).not_to_contain_text(option)
+
+
+def test_a_run_without_a_word_is_drawn_at_no_word_of_another(visit: Visit, tmp_path: Path) -> None:
+    for number, loop in enumerate(("loops.py:train", None, "a/long/way/to/" * 20 + "my_loop.py:train")):
+        store = store_run(tmp_path, f"loops-{number}", [evaluation_row(1, accuracy=0.5)], status="finished")
+        write_json(store, CONFIG, {**read_json(store, CONFIG), "loop": loop})
+    with page_of(tmp_path, "loops-0", "loops-1", "loops-2") as server:
+        ticks = visit(server.url).locator(".coordinates .tick")
+        expect(ticks).to_contain_text(["…", "loops.py:train", "–", "50.0 %"])
+        expect(ticks.first).to_contain_text("/my_loop.py:train")
 
 
 def test_options_and_results_of_a_strangers_sweep_stay_text(visit: Visit, tmp_path: Path) -> None:

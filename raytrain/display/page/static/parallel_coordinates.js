@@ -1,9 +1,10 @@
 // Parallel coordinates: one vertical axis for each option that differs, and one for the metric; a line for each run.
 
-import { el, fill, formatMetric, formatNumber, svg } from "./format.js";
+import { el, fill, formatMetric, formatNumber, formatOption, svg } from "./format.js";
 
 const HEIGHT = 260, TOP = 34, BOTTOM = 26, SIDE = 56;
 const MIN_DISTANCE = 110; // of two axes: their titles have room
+const LETTER = 7; // pixels that one of a word takes
 
 export class ParallelCoordinates {
   /** `choose(name)` is called with the run whose line is clicked. */
@@ -32,7 +33,7 @@ export class ParallelCoordinates {
     axes.forEach((one, i) => { one.x = SIDE + ((width - 2 * SIDE) * i) / (axes.length - 1); });
     const scores = axes.at(-1);
     const lines = runs.map(({ name, values, score }) => ({ name, rank: score == null ? 0 : this.metric.is_lower_better ? scores.place(score) : 1 - scores.place(score), points: axes.map((one, i) => [one.x, one.place(i < options.length ? values[options[i]] : score)]) }));
-    fill(this.picture, ...lines.sort((a, b) => a.rank - b.rank).map((line) => this.line(line)), ...axes.flatMap(drawAxis));
+    fill(this.picture, ...lines.sort((a, b) => a.rank - b.rank).map((line) => this.line(line)), ...axes.flatMap((one) => drawAxis(one, (axes[1].x - axes[0].x) / LETTER)));
   }
 
   line({ name, rank, points }) {
@@ -42,12 +43,15 @@ export class ParallelCoordinates {
   }
 }
 
-/** An axis: `place(value)` is 0 at the top to 1, null if not known. Numbers over two decades are on a logarithmic scale. */
+/**
+ * An axis: `place(value)` is 0 at the top to 1. Numbers over two decades are on a logarithmic scale; one that is not known has no place,
+ * null, whereas no word is a word, too.
+ */
 function axis(title, values, format) {
   const known = values.filter((value) => value != null);
   if (!known.every((value) => typeof value === "number")) {
-    const words = [...new Set(known.map((value) => JSON.stringify(value)))].sort();
-    return { title, ticks: words.map((word, i) => [share(i, words.length), word.replace(/^"|"$/g, "")]), place: (value) => (value == null ? null : share(words.indexOf(JSON.stringify(value)), words.length)) };
+    const words = [...new Set(values.map(formatOption))].sort();
+    return { title, ticks: words.map((word, i) => [share(i, words.length), word]), place: (value) => share(words.indexOf(formatOption(value)), words.length) };
   }
   const low = Math.min(...known), high = Math.max(...known);
   const scale = low > 0 && high / low > 50 ? Math.log : (value) => value;
@@ -59,11 +63,13 @@ function share(i, count) {
   return count < 2 ? 0.5 : i / (count - 1);
 }
 
-function drawAxis({ x, title, ticks }) {
+/** The elements of an axis; words of more than `room` letters, which would reach the next one, keep their ends alone. */
+function drawAxis({ x, title, ticks }, room) {
+  const cut = (text) => (text.length > room ? `…${text.slice(1 - room)}` : text);
   return [
     svg("line", { x1: x, x2: x, y1: TOP, y2: HEIGHT - BOTTOM, class: "axis" }),
     svg("text", { x, y: 16, class: "title" }, title),
-    ...ticks.map(([y, text]) => svg("text", { x: x + 6, y: vertical(y) + 4, class: "tick" }, text)),
+    ...ticks.map(([y, text]) => svg("text", { x: x + 6, y: vertical(y) + 4, class: "tick" }, cut(text))),
   ];
 }
 

@@ -23,6 +23,7 @@ const AXES = { step: "over steps", time: "over time", rate: "over the learning r
 const FIRST = ["loss", "accuracy"];
 const PICTURES_MS = 5_000; // until those of an evaluation are written
 const READ_MACHINES_MS = 10_000; // as often as they are written
+const ADVICE = / (Its last checkpoint is kept|It has no checkpoint yet): .*$/s; // of `failure_sentence`
 const HIDDEN = new Set(["elapsed_s", "samples_seen"]);
 
 export class RunView {
@@ -147,7 +148,9 @@ export class RunView {
     this.banner.dataset.status = status;
     if (!over) return;
     const checkpoint = result?.checkpoint ? el("span", {}, "Checkpoint: ", el("code", {}, result.checkpoint)) : null;
-    const reason = result?.error ?? (result?.stop_reason ? `Reason: ${result.stop_reason}.` : null);
+    // The error of a run that can be resumed ends with the command that resumes it, which the last line says with a button.
+    const error = resume ? result?.error?.replace(ADVICE, "") : result?.error;
+    const reason = error ?? (result?.stop_reason ? `Reason: ${result.stop_reason}.` : null);
     const words = { finished: "Finished", stopped: result?.checkpoint ? "Stopped with a checkpoint" : "Stopped", failed: "Failed", interrupted: "Interrupted" };
     const isFound = suggestion?.rate != null;
     const suggested = isFound ? el("strong", {}, `Suggested learning rate: ${formatRate(suggestion.rate)}. `) : "No learning rate is suggested: ";
@@ -300,11 +303,12 @@ export class RunView {
     this.machineCurves.show(history);
   }
 
-  /** What tells most runs apart, above everything else. */
-  showOptions({ config, made_of, heartbeat_at }) {
-    const { tag = [], note, model, epochs, batch_size, learning_rate, optimizer, schedule } = config ?? {};
+  /** What tells most runs apart, above everything else; without options that the user's own loop does not use. */
+  showOptions({ config, not_compared, made_of, heartbeat_at }) {
+    const { tag = [], note } = config ?? {};
+    const { model, epochs, batch_size, learning_rate, optimizer, schedule } = Object.fromEntries(Object.entries(config ?? {}).filter(([name]) => !not_compared.includes(name)));
     const rate = typeof learning_rate === "number" && !this.rateRises ? formatRate(learning_rate) : null;
-    const options = [["Model", formatModel(model)], ["Epochs", this.rateRises ? null : epochs], ["Rate", rate], ["Schedule", schedule], ["Batch", batch_size], ["Optimizer", optimizer], ["Tags", tag.join(" ")], ["Note", note], ["Made of", made_of], ["Last active", formatDate(heartbeat_at)]];
+    const options = [["Model", model && formatModel(model)], ["Epochs", this.rateRises ? null : epochs], ["Rate", rate], ["Schedule", schedule], ["Batch", batch_size], ["Optimizer", optimizer], ["Tags", tag.join(" ")], ["Note", note], ["Made of", made_of], ["Last active", formatDate(heartbeat_at)]];
     const known = options.filter(([, value]) => value != null && value !== "");
     this.options.hidden = !config;
     fill(this.options, ...known.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, formatOption(value)))));
