@@ -365,6 +365,7 @@ def test_folders_that_say_class_and_part_are_refused_with_the_pattern_for_them(f
     [
         ("bounding_box_train", "bounding_box_test", "query", "gallery"),
         ("bounding_box_train", "gallery"),
+        ("bounding_box_train", "bounding_box_test", "query", "gt_bbox", "gt_query"),
         ("train", "extra"),
         ("train/cat", "train/dog", "unlabeled"),
         ("trainA", "trainB"),

@@ -30,7 +30,7 @@ _HARDLY_CLASSES = re.compile(
     r"raw|originals?|processed|augmented|cropped|resized|labell?ed|(images?|imgs?|photos?|pictures?)([ _-].*)?"
 )
 # Beside parts, folders of these names are parts, too, as of Market-1501 and of SVHN.
-_OTHER_PARTS = re.compile(r"query|gallery|distractors?|extras?|additional")
+_OTHER_PARTS = re.compile(r"query|gallery|distractors?|extras?|additional|gt_.+")
 _NUMBERED_PART = re.compile(r"(.*[ _.-])?(k?fold|cv|split|part|batch|chunk|images?)[ _.-]?\d+")
 # Cameras make folders such as 100CANON, and programs for photographs those of a day or a month.
 _OF_CAMERA = re.compile(
