@@ -133,26 +133,28 @@ def _source_named() -> Generator[None]:
 
     try:
         yield
-        return
-    except ClientError as raised:  # AWS STS refuses a role, for example
-        # The code may have a sentence of its own. That of AccessDenied is about permissions in S3, not to take a role.
-        code = raised.response.get("Error", {}).get("Code", "")
-        if code in SENTENCES.by_code and code != "AccessDenied":
+    except Exception as error:
+        if isinstance(error, ClientError):  # AWS STS refuses a role, for example
+            # The code may have a sentence of its own. That of AccessDenied is about objects in S3, and not about roles.
+            code = error.response.get("Error", {}).get("Code", "")
+            if code in SENTENCES.by_code and code != "AccessDenied":
+                raise
+            raise StorageError(SENTENCES.not_obtained.format(detail=_first_line(str(error)))) from error
+        if isinstance(error, CredentialRetrievalError) and error.kwargs.get("provider") == "custom-process":
+            reason = error.kwargs["error_msg"]
+        elif isinstance(error, BotoCoreError) and not isinstance(error, ParamValidationError):  # that is an empty token
             raise
-        error, reason = raised, str(raised)
-    except CredentialRetrievalError as raised:
-        if raised.kwargs.get("provider") != "custom-process":
-            raise
-        error, reason = raised, raised.kwargs["error_msg"]
-    except ParamValidationError as raised:  # an empty token
-        error, reason = raised, ""
-    except BotoCoreError:
-        raise
-    except OSError as raised:
-        error, reason = raised, raised.strerror or str(raised)
-    except Exception as raised:
-        error, reason = raised, ""
+        else:
+            reason = (error.strerror or str(error)) if isinstance(error, OSError) else ""
+        raise _failure_of_source(error, _first_line(reason)) from error
 
+
+def _failure_of_source(error: Exception, reason: str) -> StorageError:
+    """Return the error that names the file or program that is the source of the credentials, for a ``reason``.
+
+    If the exception gives no reason, the first source that is configured is taken to be at fault, in the order in which
+    botocore asks them: token, sign-in, program.
+    """
     settings = _settings_of_profile()
     program = settings.get("credential_process", "")
     with suppress(ValueError, IndexError):
@@ -161,20 +163,20 @@ def _source_named() -> Generator[None]:
     setting = variable if os.environ.get(variable) else "web_identity_token_file"
     token_file = os.environ.get(variable) or settings.get(setting)
 
-    # Name the source. If the exception gives no reason, the first source that is configured is taken to be at fault, in
-    # the order in which botocore asks them: token, sign-in, program.
-    reason = reason.strip().partition("\n")[0].rstrip(".")
-    if isinstance(error, ClientError):
-        detail = reason
-    elif token_file and (getattr(error, "filename", None) == token_file or not reason):
+    if token_file and (getattr(error, "filename", None) == token_file or not reason):
         detail = f"{setting} {token_file}: {reason or 'it contains no token'}"
     elif not reason and not settings.keys().isdisjoint(("sso_start_url", "sso_session")):
-        raise StorageError(DAMAGED_SIGN_IN) from error
+        return StorageError(DAMAGED_SIGN_IN)
     elif program:
         detail = f"credential_process {program}: {reason or 'it does not print keys as JSON'}"
     else:
-        detail = reason or f"{type(error).__name__}: {error}".partition("\n")[0]
-    raise StorageError(SENTENCES.not_obtained.format(detail=detail)) from error
+        detail = reason or _first_line(f"{type(error).__name__}: {error}")
+    return StorageError(SENTENCES.not_obtained.format(detail=detail))
+
+
+def _first_line(text: str) -> str:
+    """Return the first line of a text, without its full stop."""
+    return text.strip().partition("\n")[0].rstrip(".")
 
 
 def _settings_of_profile() -> dict[str, str]:
