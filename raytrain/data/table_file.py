@@ -115,9 +115,7 @@ def export_history(storage: str, name: str, output: str) -> int:
 def _as_table(rows: Sequence[MetricRow], schema: pa.Schema) -> pa.Table:
     """Return rows of a history as a table with all columns of ``schema``, and nulls in those that they lack."""
     if isinstance(rows, StoredRows):
-        present = rows.table.column_names
-        nulls = {field.name: pa.nulls(len(rows), field.type) for field in schema if field.name not in present}
-        return pa.table([nulls[name] if name in nulls else rows.table[name] for name in schema.names], schema=schema)
+        return pa.concat_tables([schema.empty_table(), rows.table], promote_options="default").select(schema.names)
     # The same metric may be an integer in one row and have a fraction in the next, so each value becomes one of the
     # type of its column.
     documents = [row.to_json() for row in rows]
