@@ -20,7 +20,8 @@ class MachineUse:
     ``step`` counts the completed steps. ``data_wait_fraction`` is the part of the time in which the loop has waited for
     images. ``gpu`` is the type of the GPU. CPU and memory are those of the whole node, for all of its processes:
     ``cpu_fraction`` is 1 if all cores are busy. ``shared_memory_bytes`` is memory that processes share, such as Ray's
-    object store and other decoded images. ``gpu_joules`` is the energy that the GPU has used since the worker began.
+    object store and other decoded images; ``object_store_bytes`` is the part in the node's object store.
+    ``gpu_joules`` is the energy that the GPU has used since the worker began.
     """
 
     rank: int
@@ -32,6 +33,8 @@ class MachineUse:
     memory_bytes: int | None = None
     memory_total_bytes: int | None = None
     shared_memory_bytes: int | None = None
+    object_store_bytes: int | None = None
+    object_store_total_bytes: int | None = None
     gpu: str | None = None
     gpu_fraction: float | None = None
     gpu_memory_bytes: int | None = None
@@ -47,6 +50,7 @@ class MachineUse:
             "cpu_fraction": self.cpu_fraction,
             "memory_fraction": _fraction(self.memory_bytes, self.memory_total_bytes),
             "shared_memory_fraction": _fraction(self.shared_memory_bytes, self.memory_total_bytes),
+            "object_store_fraction": _fraction(self.object_store_bytes, self.object_store_total_bytes),
             "gpu_fraction": self.gpu_fraction,
             "gpu_memory_fraction": _fraction(self.gpu_memory_bytes, self.gpu_memory_total_bytes),
         }

@@ -776,8 +776,9 @@ def test_a_page_on_a_phone_needs_no_sideways_scrolling(visit: Visit, tmp_path: P
 def test_each_worker_has_a_line_about_its_machine_also_on_a_phone(visit: Visit, tmp_path: Path) -> None:
     cpu = MachineUse(rank=0, node=HOSTILE_NAME, images_per_s=1234.0, data_wait_fraction=0.25, cpu_fraction=0.5)
     memory = {"memory_bytes": 8 * 10**9, "memory_total_bytes": 16 * 10**9, "shared_memory_bytes": 2 * 10**9}
+    store = {"object_store_bytes": 15 * 10**8, "object_store_total_bytes": 6 * 10**9}
     gpu = {"gpu": "H200", "gpu_fraction": 0.97, "gpu_memory_bytes": 70 * 10**9, "gpu_memory_total_bytes": 140 * 10**9}
-    uses = cpu, replace(cpu, rank=1, node="node-2", **memory, **gpu)
+    uses = cpu, replace(cpu, rank=1, node="node-2", **memory, **store, **gpu)
     rows = [step_row(step, loss=1.0) for step in range(1, 50)]
     runs = WatchedRuns(str(tmp_path), ["run"])
     with PageServer(runs, 0) as server:
@@ -787,7 +788,7 @@ def test_each_worker_has_a_line_about_its_machine_also_on_a_phone(visit: Visit, 
             lines = page.locator(".machines tbody tr")
             expect(lines).to_have_count(2)
             expect(lines.nth(0)).to_contain_text("1,23425.0 %50.0 %")
-            expect(lines.nth(1)).to_contain_text("8.0 of 16.0 GB2.0 of 16.0 GBH20097.0 %70.0 of 140.0 GB")
+            expect(lines.nth(1)).to_contain_text("8.0 of 16.0 GB2.0 of 16.0 GB1.5 of 6.0 GBH20097.0 %70.0 of 140.0 GB")
             expect(page.locator("img")).to_have_count(0)
             assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
         runs.update(snapshot([], first_row=49, status="finished", machines=uses))
@@ -799,12 +800,13 @@ def test_the_use_of_the_machines_of_a_run_that_is_over_is_drawn_over_its_time(vi
     history = MachineHistory()
     worker = MachineUse(rank=0, node=HOSTILE_NAME, images_per_s=1234.0, data_wait_fraction=0.25, cpu_fraction=0.5)
     for elapsed_s in range(5, 100, 5):
-        history.add(elapsed_s, [worker, replace(worker, rank=1, gpu_fraction=0.9)])
+        store_use = {"object_store_bytes": elapsed_s, "object_store_total_bytes": 100}
+        history.add(elapsed_s, [worker, replace(worker, rank=1, gpu_fraction=0.9, **store_use)])
     write_json(store, MACHINE_HISTORY, history.to_json())
     end_run(store, "finished", 49, "checkpoints/step-000000049.pt")
     with page_of(tmp_path, "run") as server:
         page = visit(server.url)
-        for title in ("Images/s", "CPU", "GPU use"):
+        for title in ("Images/s", "CPU", "Object store", "GPU use"):
             assert ink(page, title) > 0
         expect(page.locator("figure.chart", has_text="Images/s")).to_contain_text("worker 1")
         expect(page.locator("img")).to_have_count(0)

@@ -28,6 +28,7 @@ from ray.exceptions import OutOfMemoryError
 from raytrain.errors import CoordinatorLost, RaytrainError, TrainingFailed, UsageError
 from raytrain.launch.coordinator import Coordinator, Ending
 from raytrain.launch.ray.head_queries import raylet_answers
+from raytrain.launch.ray.nodes import ObjectStores
 from raytrain.launch.ray.private_api import delay_barrier, name_placement_groups, on_this_node
 from raytrain.launch.ray.ray_errors import LOST_ACTOR
 from raytrain.launch.ray.serve_credentials import NAMESPACE, ServedCredentials, lend_credentials
@@ -35,6 +36,7 @@ from raytrain.monitor.events import Event
 from raytrain.monitor.snapshot import START, RowCursor, Snapshot, Status
 from raytrain.runs.documents import run_store
 from raytrain.runs.logs import PrintedLine
+from raytrain.runs.machine_history import MachineUse
 from raytrain.runs.metric_row import SkippedImage
 from raytrain.runs.outcome import StopReason, TrainResult, failure_sentence
 from raytrain.storage.credentials import CredentialFields
@@ -68,6 +70,7 @@ class RayCoordinator(Coordinator):
         self._blocks_changed = threading.Condition()
         self._blocks: dict[str, list[Any]] = defaultdict(list)
         self._blocks_failure: str | None = None
+        self._object_stores = ObjectStores()
         self._controller: Any = None
         self._controller_ended: Future[None] = Future()
         self._workers_train = threading.Event()
@@ -153,6 +156,10 @@ class RayCoordinator(Coordinator):
     def note_start(self, num_workers: int, step: int, measures_again: bool = False) -> None:
         super().note_start(num_workers, step, measures_again)
         self._workers_train.set()
+
+    def measured_on(self, use: MachineUse, node_id: str) -> None:
+        """Note how a worker's machine is used, and how full the object store of its node, ``node_id``, is."""
+        self.note_machine_use(self._object_stores.add_to(use, node_id))
 
     def received(self) -> None:
         """Do nothing: an answer tells the caller that its earlier calls, but for those in ``WAIT``, have returned."""

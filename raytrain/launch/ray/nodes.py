@@ -8,14 +8,18 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from raytrain.config.network import Precision, Resizer
 from raytrain.data.images.crop_box import fastest_resizer
 from raytrain.errors import UsageError
 from raytrain.launch.placement import Hardware, fastest_precision
+from raytrain.launch.ray.head_queries import object_store_use
 from raytrain.loader.machine import gpu_decoder_problem
+from raytrain.runs.background_and_throttle import Background, Throttle
+from raytrain.runs.machine_history import MEASURE_EVERY_S, MachineUse
 from raytrain.storage.store import Store
 
 T = TypeVar("T")
@@ -209,3 +213,31 @@ def decoder_problem_on_nodes(device: str) -> str | None:
         if answer.node.gpus >= 1 and answer.result is not None:
             return f"on the node {answer.node.address} {answer.result}"
     return None
+
+
+_HEAD_ANSWERS_WITHIN_S = 10.0
+
+
+class ObjectStores:
+    """Use of the object stores of all nodes: asks the head every few seconds, without waiting for its answer."""
+
+    def __init__(self) -> None:
+        self._ask = Background(object_store_use)  # in a thread, since a silent head takes long
+        self._throttle = Throttle()
+        self._uses: dict[str, tuple[int, int]] = {}
+
+    def add_to(self, use: MachineUse, node_id: str) -> MachineUse:
+        """Return ``use`` with the use of the object store of the node ``node_id``, by the head's last answer.
+
+        It is returned unchanged if that is not known: the head has not answered, or has not named the node.
+        """
+        from ray.exceptions import RayError
+
+        if self._throttle.due("ask", MEASURE_EVERY_S):
+            self._uses = {}
+            with suppress(RayError):
+                self._uses = self._ask(_HEAD_ANSWERS_WITHIN_S) or {}
+        if node_id not in self._uses:
+            return use
+        used, total = self._uses[node_id]
+        return replace(use, object_store_bytes=used, object_store_total_bytes=total)

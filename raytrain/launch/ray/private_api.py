@@ -133,7 +133,7 @@ TRIAL = Improvement(
 )
 WORKER = Improvement(
     "an image that kills the process that reads it may kill the next one, and neither a head that does not answer, nor "
-    "data tasks that wait for CPUs are reported",
+    "full object stores, nor data tasks that wait for CPUs are reported",
     ("ray._private.worker:global_worker",),
 )
 MESSAGES = Improvement(

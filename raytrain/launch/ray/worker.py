@@ -309,7 +309,7 @@ class RayReporter:
         self._coordinator.record.remote(row)
 
     def note_machine_use(self, use: MachineUse) -> None:
-        self._coordinator.note_machine_use.remote(use)
+        self._coordinator.measured_on.remote(use, ray.get_runtime_context().get_node_id())
 
     def note_event(self, event: Event) -> None:
         self._coordinator.note_event.remote(event)

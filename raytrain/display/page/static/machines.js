@@ -12,6 +12,7 @@ const COLUMNS = [
   ["Memory", (use) => memory(use.memory_bytes, use.memory_total_bytes)],
   ["Shared memory", (use) => memory(use.shared_memory_bytes, use.memory_total_bytes)],
 ];
+const RAY_COLUMNS = [["Object store", (use) => memory(use.object_store_bytes, use.object_store_total_bytes)]];
 const GPU_COLUMNS = [
   ["GPU", (use) => use.gpu ?? UNKNOWN],
   ["GPU use", (use) => meter(use.gpu_fraction, formatPercent(use.gpu_fraction))],
@@ -21,7 +22,8 @@ const GPU_COLUMNS = [
 /** A section with a row for each worker; null if nothing has been measured. */
 export function machineTable(workers) {
   if (!workers.length) return null;
-  const columns = workers.some((use) => use.gpu != null) ? [...COLUMNS, ...GPU_COLUMNS] : COLUMNS;
+  const onRay = workers.some((use) => use.object_store_total_bytes != null), onGpu = workers.some((use) => use.gpu != null);
+  const columns = [...COLUMNS, ...(onRay ? RAY_COLUMNS : []), ...(onGpu ? GPU_COLUMNS : [])];
   const head = el("tr", {}, ...columns.map(([title]) => el("th", { scope: "col" }, title)));
   const rows = workers.map((use) => el("tr", {}, ...columns.map(([, value]) => el("td", {}, value(use)))));
   return el("section", {}, el("h2", {}, "Machines"), el("div", { class: "scroll" }, el("table", {}, el("thead", {}, head), el("tbody", {}, ...rows))));
@@ -47,6 +49,7 @@ const CHARTS = [
   { name: "cpu_fraction", title: "CPU", perNode: true },
   { name: "memory_fraction", title: "Memory", perNode: true },
   { name: "shared_memory_fraction", title: "Shared memory", perNode: true },
+  { name: "object_store_fraction", title: "Object store", perNode: true },
   { name: "gpu_fraction", title: "GPU use" },
   { name: "gpu_memory_fraction", title: "GPU memory" },
 ];
