@@ -745,6 +745,11 @@ NOTES: dict[str, tuple[Loop, str]] = {
     "weights by place": (weighted_by(lambda count: torch.linspace(0, 1, 12)[:count]), "by their places"),
     "a range of weights": (weighted_by(lambda count: torch.linspace(0, 1, count)), "by their places"),
     "narrowed weights": (weighted_by(lambda count: 2 * WEIGHTS.repeat(3).narrow(0, 0, count)), "by their places"),
+    "weights of places": (weighted_by(lambda count: 0.9 ** torch.arange(count)), "by their places"),
+    "weights of a list": (
+        weighted_by(lambda count: torch.tensor([1 / (1 + i) for i in range(count)])),
+        "by their places",
+    ),
     "changes by place": (free_adversarial, "a tensor of a step before"),
     "a hook of a weight": (
         hooks_of_weights(lambda gradient: gradient.clamp(-0.005, 0.005)),
@@ -979,6 +984,18 @@ def mixed_with_gathered(run: Any) -> None:
     steps(run, model, run.prepare(SGD(model.parameters(), lr=0.1)), loss_of)
 
 
+def masked_rows(run: Any) -> None:
+    """Targets that a mask takes from those of all workers: the rows are this worker's, in the order of its images."""
+    model = run.prepare(mlp())
+
+    def loss_of(model: nn.Module, batch: Any) -> Tensor:
+        logits = model(batch.images)
+        targets = run.gather(logits.detach().softmax(1))[torch.isin(run.gather(batch.samples), batch.samples)]
+        return F.cross_entropy(logits, batch.labels) + (logits * targets).mean()
+
+    steps(run, model, run.prepare(SGD(model.parameters(), lr=0.1)), loss_of)
+
+
 def part_of_gathered(gather: Callable[[Any, Tensor], Tensor]) -> Loop:
     """Each worker's own part of the rows of all workers, without their mean, by the places of its images."""
 
@@ -1051,6 +1068,11 @@ SILENT: dict[str, Loop] = {
         partial(torch.linspace, 0, 1), lambda weights, rank: weights[6 * rank : 6 * rank + 6]
     ),
     "a part of drawn weights": own_part(drawn_weights, lambda weights, rank: weights.split(6)[rank]),
+    "a part of the places": own_part(
+        lambda count: 0.9 ** torch.arange(count), lambda weights, rank: weights[6 * rank :][:6]
+    ),
+    "places with an offset": own_part(lambda count: torch.arange(6), lambda places, rank: 0.9 ** (places + 6 * rank)),
+    "rows of a mask": masked_rows,
     "experts": by_steps(entropy, lambda: Between(experts)),
     "class by class": by_steps(class_by_class, mlp),
     "a sum times a fraction": by_steps(

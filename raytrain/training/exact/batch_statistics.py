@@ -88,7 +88,7 @@ def global_statistics(x: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor, Te
     total = counts.sum().clamp(min=1)
     mean = (counts * means).sum(0) / total
     variance = (counts * (variances + (means - mean).square())).sum(0) / total
-    different = num_different(counts, means, variances, total) if gather.has_gathered else total
+    different = num_different(counts, means, variances, total) if gather.num_gathers else total
     return mean, variance, total, different
 
 

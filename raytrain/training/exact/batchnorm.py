@@ -182,7 +182,7 @@ def _joined_updates(calls: list[tuple[AggregatedBatchNorm, _Call]], nums_calls: 
     variance = torch.where(count > 1, unbiased_variance * (count - 1) / count, 0.0)
     digest = torch.tensor(digest_of(nums_calls), dtype=torch.float64).to(mean.device, non_blocking=True)
     by_rank = torch.stack([count, mean, variance])[None]  # (1, 3, C); if the workers may have the same rows, (N, 3, C)
-    if world_size() > 1 and gather.has_gathered:
+    if world_size() > 1 and gather.num_gathers:
         by_rank = all_ranks(by_rank)
 
     # Sum over the workers.

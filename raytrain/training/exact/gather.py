@@ -23,8 +23,8 @@ from raytrain.errors import UsageError
 num_backwards = 0
 """Number of times that a gradient has passed rows of other workers in this process, which shows whether one has."""
 
-has_gathered = False
-"""True once rows have been gathered in this process, as in all others: batch norm may get the same rows on each."""
+num_gathers = 0
+"""Number of times that rows have been gathered in this process, as in all others: batch norm may get the same rows."""
 
 
 def gather_rows(rows: Tensor, share: Callable[[], Tensor | float]) -> Tensor:
@@ -39,8 +39,8 @@ def gather_rows(rows: Tensor, share: Callable[[], Tensor | float]) -> Tensor:
 
         features = gather_rows(network(images), share)  # (M, F), from (m, F) on each worker
     """
-    global has_gathered
-    has_gathered = True
+    global num_gathers
+    num_gathers += 1
     # The host waits for the numbers of rows, because it must know the size of what it gathers.
     world_size = dist.get_world_size()
     counts = rows.new_zeros(world_size, dtype=torch.int64)

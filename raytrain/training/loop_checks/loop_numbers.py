@@ -156,11 +156,11 @@ class LoopNumbers:
             if isinstance(leaf, (float, np.floating)) and leaf not in of_images:
                 yield float(leaf)
             elif isinstance(leaf, np.ndarray) and not self._is_of_images(leaf.shape) and leaf.dtype.kind in "biuf":
-                yield _digest(torch.as_tensor(np.ascontiguousarray(leaf)))
+                yield digest(torch.as_tensor(np.ascontiguousarray(leaf)))
 
         # A tensor that is made of numbers counts as these numbers, integers too.
         if name in _FROM_NUMBERS and has_digest(result) and not self._is_of_images(result.shape):
-            yield _digest(result)
+            yield digest(result)
 
         # A list as an index, such as [0, 4] in queue[[0, 4]], chooses rows, unless it has a number for each image.
         if name in _INDEXING:
@@ -170,7 +170,7 @@ class LoopNumbers:
 
         for tensor in tensors:
             if self._is_new(tensor):
-                yield _digest(tensor)
+                yield digest(tensor)
 
     def _is_new(self, tensor: Tensor) -> bool:
         """Return whether a call gets ``tensor`` from an earlier step, or from NumPy, for the first time in this step.
@@ -211,8 +211,11 @@ def differing_lines(numbers: Sequence[Mapping[Place, list[float]]]) -> list[tupl
     return sorted(lines)
 
 
-def _digest(tensor: Tensor) -> Tensor:
-    """Return a number that changes if ``tensor`` does, as a tensor on its device, for which the host need not wait."""
+def digest(tensor: Tensor) -> Tensor:
+    """Return a number that changes if ``tensor`` does, as a tensor on its device, for which the host need not wait.
+
+    Example: ``digest(torch.arange(6)) != digest(torch.arange(6).flip(0))``
+    """
     # The weights of the four sums differ, so that changes of two sums do not cancel each other.
     return (digest_of_tensors([tensor])[0] * torch.tensor([1.0, 2.0, 3.0, 5.0], device=tensor.device)).sum()
 

@@ -26,8 +26,9 @@ from raytrain.errors import some_of
 from raytrain.training.batches.batch import Batch
 from raytrain.training.loop_checks import swapped_images, watched_calls
 from raytrain.training.loop_checks.loop_numbers import Place, differing_lines
+from raytrain.training.loop_checks.swapped_images import Table, are_alike
 from raytrain.training.loop_checks.warning_places import warnings_at_callers
-from raytrain.training.loop_checks.watch_notes import DRAWS, GENERATOR, LAYERS, NUMBERS
+from raytrain.training.loop_checks.watch_notes import DRAWS, GENERATOR, LAYERS, NOTES_ON_LOSSES, NUMBERS
 from raytrain.training.loop_checks.watched_calls import WatchedCalls
 from raytrain.training.networks.compiled import compiled_calls_by
 from raytrain.training.prepared_models import PreparedModels
@@ -150,11 +151,22 @@ class LoopWatch:
             for name, value in vars(layer).items():
                 if isinstance(value, float) and not name.startswith("_"):
                     numbers.setdefault(f"{type(layer).__name__}.{name}", []).append(repr(value))
-        signs = _Signs(sorted(self._notes), numbers, self._calls.numbers.in_losses(), self._draws)
+        signs = _Signs(
+            sorted(self._notes),
+            numbers,
+            self._calls.numbers.in_losses(),
+            self._draws,
+            self._calls.depends_on_places,
+            self._calls.tables,
+        )
         of_workers: list[Any] = [None] * self._worker.world_size
         dist.all_gather_object(of_workers, signs)
         signs_of_workers = cast("list[_Signs]", of_workers)
-        for note in sorted({note for worker_signs in signs_of_workers for note in worker_signs.notes}):
+        notes = {note for worker_signs in signs_of_workers for note in worker_signs.notes}
+        tables = [worker_signs.tables for worker_signs in signs_of_workers if worker_signs.tables is not None]
+        if any(worker_signs.depends_on_places for worker_signs in signs_of_workers) and are_alike(tables):
+            notes.add(NOTES_ON_LOSSES["placed"])
+        for note in sorted(notes):
             self._report(note)
 
         # Report lines whose numbers differ. If a worker draws random numbers, these may be such numbers, which have a
@@ -180,10 +192,12 @@ class _Signs(NamedTuple):
 
     ``in_layers`` has numbers in attributes of layers as texts, by class and attribute; ``in_losses`` numbers in losses
     by step, file and line. ``draws`` is True if the worker draws random numbers that others do not, or for all images
-    the same.
+    the same. ``depends_on_places`` and ``tables`` are those of its watched calls.
     """
 
     notes: list[str]
     in_layers: dict[str, list[str]]
     in_losses: dict[Place, list[float]]
     draws: bool
+    depends_on_places: bool
+    tables: list[Table] | None

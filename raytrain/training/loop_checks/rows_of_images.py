@@ -46,11 +46,8 @@ def covers_alike(mask: Tensor) -> bool:
 def parts_of_rows(name: str, args: Any, result: Any) -> list[tuple[Tensor, int]]:
     """Return what a call has cut out of a tensor's rows, each part with the number of the row at which it begins.
 
-    ``name`` and ``args`` are those of a function of torch's, such as a slice or ``tensor_split``. ``linspace`` makes a
-    part that begins at row 0, with a number for each row.
+    ``name`` and ``args`` are those of a function of torch's, such as a slice or ``tensor_split``.
     """
-    if name == "linspace":
-        return [(result, 0)]
     if name in ("split", "chunk", "tensor_split") and sum(map(len, result)) == len(args[0]):  # of the first dimension
         lengths = [len(part) for part in result]
         return [(part, sum(lengths[:number])) for number, part in enumerate(result)]

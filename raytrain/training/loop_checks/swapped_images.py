@@ -10,7 +10,9 @@ linear in a mean over them, or that divides by a number that depends on several,
 this, whatever functions it is made of, and in whichever dimension of a tensor the images are.
 
 A loss that treats images by their places, such as that of a worker's first half alone, obeys it, but L(a, b) and
-L(b, a) differ. So they do, rightly, if the loop tells images apart by what it has read or drawn for each of them.
+L(b, a) differ. So they do, rightly, if the loop tells images apart by what it has read or drawn for each of them, or if
+it takes from a table, for all places of the global batch, the part of this worker. Then the workers have other rows in
+a :class:`Table`; those of ``torch.arange(len(images))`` are the same on all of them, whose images are others.
 
 So :class:`SwappedImages` computes L(b, a), L(a, a) and L(b, b) beside the loop's own L(a, b): each tensor that is
 computed from the batch has three *variants*, and each call of torch's functions is made with them, too. Nothing of this
@@ -23,6 +25,7 @@ of them. Neither has what Python computes from numbers that it has taken out of 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -32,6 +35,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.weak import WeakIdKeyDictionary
 
 from raytrain.training.batches.batch import Batch
+from raytrain.training.exact import gather
+from raytrain.training.exact.agreement import has_digest
+from raytrain.training.loop_checks.loop_numbers import digest
 from raytrain.training.loop_checks.searching import searching
 from raytrain.training.loop_checks.torch_functions import (
     ELEMENTWISE,
@@ -44,6 +50,18 @@ from raytrain.training.loop_checks.torch_functions import (
 _NUM_VARIANTS = 3
 _ROUNDING = {torch.float64: 1e-10, torch.float32: 3e-5}  # in a loss, relative to it
 _COARSE_ROUNDING = 1e-2  # if a part of the step is computed in float16 or bfloat16
+
+
+class Table(NamedTuple):
+    """Digests of a tensor of the loop's that does not depend on the batch, and has a row for each image or more.
+
+    ``num_images`` is the number of images of this worker, ``first`` is of the first row, and ``rows`` of as many rows
+    as there are images.
+    """
+
+    num_images: int
+    first: float
+    rows: float
 
 
 class _VariantCall(NamedTuple):
@@ -66,6 +84,7 @@ class SwappedImages:
 
     Attributes:
         compares_images: True if the sum of the losses that were added last compares images.
+        tables: what the losses so far may depend on, in the order of the calls.
     """
 
     def __init__(self) -> None:
@@ -84,6 +103,9 @@ class SwappedImages:
         # places may explain it.
         self._exchange_adds = self._bound = 0.0
         self._may_change = False
+        self._num_gathers = 0  # of this process before the step
+        self._tables: list[Table] = []  # that the step has used so far
+        self.tables: list[Table] = []
 
     def begin(self, batch: Batch, weights: set[int]) -> None:
         """Begin a step of ``batch``; ``weights`` are the IDs of parameters and buffers, which get no variants.
@@ -92,7 +114,7 @@ class SwappedImages:
         """
         self.end()
         self._weights, self._is_coarse, self._tells_images_apart = weights, False, False
-        self._exchange_adds, self._bound, self._may_change = 0.0, 0.0, False
+        self._num_gathers = gather.num_gathers
         if (num_images := batch.num_used) < 2:
             return
 
@@ -114,6 +136,8 @@ class SwappedImages:
     def end(self) -> None:
         """Follow no tensor any more, until the next :meth:`begin`."""
         self._variants, self._selections = WeakIdKeyDictionary(), WeakIdKeyDictionary()
+        self._exchange_adds, self._bound, self._may_change = 0.0, 0.0, False
+        self._tables, self.tables = [], []
 
     def forget(self, tensor: Tensor) -> None:
         """Drop the variants of ``tensor``, which is the same in all of them."""
@@ -140,11 +164,13 @@ class SwappedImages:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)] if self._variants else []
         sources = [tensor for tensor in tensors if tensor in self._variants]
         with searching(f"what {name} returns for swapped images"):
-            self._tells_images_apart |= bool(self._variants) and self._may_tell_places(name, kwargs, tensors)
+            self._tells_images_apart |= bool(self._variants) and self._may_tell_images_apart(name, kwargs, tensors)
+            self._note_tables(name, tensors if self._variants else [])
         is_transformed = torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore
         if not sources or is_transformed or name in NOT_REPEATED:  # tensors of torch.func must not outlive it
             return func(*args, **kwargs)
         if is_collective(func):
+            self._tells_images_apart = True
             for source in sources:  # all workers have the same now
                 self.forget(source)
             return func(*args, **kwargs)
@@ -203,6 +229,8 @@ class SwappedImages:
         self.compares_images = False
         numbers = [loss for loss in losses if loss.numel() == 1]
         self._may_change |= self._tells_images_apart or len(numbers) < len(losses)
+        self._may_change |= gather.num_gathers > self._num_gathers  # as rows of all workers may be cut by a mask
+        self.tables = [*self._tables]
         if not any(loss in self._variants for loss in numbers):
             return
         with searching("the loss with swapped images"):
@@ -223,7 +251,7 @@ class SwappedImages:
         """True if the sum of the step's losses so far depends on the images' places.
 
         False if the loop may know which image is in which row. The caller must know that the step has drawn no random
-        numbers, which may differ from row to row, too.
+        numbers, which may differ from row to row, and that the ``tables`` are the same on all workers.
         """
         return not self._may_change and abs(self._exchange_adds) > self._bound
 
@@ -254,21 +282,21 @@ class SwappedImages:
         is_of_second = _are_close(values, second) & _are_close(exchanged, first)
         return not bool((is_of_first | is_of_second).all())
 
-    def _may_tell_places(self, name: str, kwargs: Any, tensors: list[Tensor]) -> bool:
-        """Return whether a call may tell the loop which image is in which row, or treat rows as the loop knows them.
-
-        It may if Python reads numbers of single images, or if random numbers, or a tensor that has no variants, may
-        belong to single images.
-        """
+    def _may_tell_images_apart(self, name: str, kwargs: Any, tensors: list[Tensor]) -> bool:
+        """Return whether a call may tell the loop which image is in which row: by random numbers, or in Python."""
         if kwargs.get("generator") is not None:
             return True
-        if name in READ_BY_PYTHON:
-            return any(tensor in self._variants and not self._is_same_if_exchanged(tensor) for tensor in tensors)
-        if name in TAKE_WEIGHTS:
-            return False
-        unknown = [tensor for tensor in tensors if tensor not in self._variants and id(tensor) not in self._weights]
-        have_rows = (tensor for tensor in unknown if tensor.ndim and len(tensor) >= self._orders.shape[1])
-        return not all(bool((tensor == tensor[:1]).all()) for tensor in have_rows)
+        of_batch = [tensor for tensor in tensors if tensor in self._variants]
+        return name in READ_BY_PYTHON and not all(map(self._is_same_if_exchanged, of_batch))
+
+    def _note_tables(self, name: str, tensors: list[Tensor]) -> None:
+        """Note those of the ``tensors`` that a call gets which may have another row for each place of an image."""
+        num_images = self._orders.shape[1]
+        for tensor in tensors if name not in TAKE_WEIGHTS else ():
+            is_of_loop = tensor not in self._variants and id(tensor) not in self._weights and has_digest(tensor)
+            if is_of_loop and tensor.ndim and len(tensor) >= num_images and bool((tensor != tensor[:1]).any()):
+                first, rows = digest(tensor[:1]).item(), digest(tensor[:num_images]).item()
+                self._tables.append(Table(num_images, first, rows))
 
     def _is_same_if_exchanged(self, tensor: Tensor) -> bool:
         """Return whether ``tensor``, one that has variants, has one number, the same if all images are exchanged."""
@@ -334,6 +362,22 @@ class SwappedImages:
             return leaf.detach().clone()
         variants = self._variants[leaf]
         return leaf.detach()[self._orders[number].to(leaf.device)] if variants is None else variants[number]
+
+
+def are_alike(tables_of_workers: Sequence[Sequence[Table]]) -> bool:
+    """Return whether several workers have the same tables, so that none has taken its own part of one.
+
+    Example: ``are_alike([[], []])``
+    """
+    if len(tables_of_workers) < 2 or len(set(map(len, tables_of_workers))) > 1:
+        return False
+    return all(
+        math.isclose(one.rows, table.rows, rel_tol=1e-6)
+        if one.num_images == table.num_images
+        else math.isclose(one.first, table.first, rel_tol=1e-6)
+        for tables in tables_of_workers
+        for one, table in zip(tables_of_workers[0], tables, strict=True)
+    )
 
 
 def is_collective(func: Any) -> bool:

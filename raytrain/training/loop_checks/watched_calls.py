@@ -29,7 +29,7 @@ from raytrain.training.loop_checks.loop_numbers import LoopNumbers
 from raytrain.training.loop_checks.mark_rules import Call, MarkRules, rows_of
 from raytrain.training.loop_checks.rows_of_images import has_rows, is_all_rows, is_part_of_rows
 from raytrain.training.loop_checks.searching import searching
-from raytrain.training.loop_checks.swapped_images import SwappedImages, is_collective
+from raytrain.training.loop_checks.swapped_images import SwappedImages, Table, is_collective
 from raytrain.training.loop_checks.torch_functions import COMPARISONS, LIKE_ANOTHER, NEW_TENSORS
 from raytrain.training.loop_checks.watch_notes import HOOK, NOTES_ON_LOSSES
 
@@ -63,8 +63,10 @@ class WatchedCalls(TorchFunctionMode):
         self._image_shape = torch.Size()  # (C, H, W)
         self.numbers = LoopNumbers()  # that enter the losses from outside of torch's calls
         self._swapped = SwappedImages()
+        self.depends_on_places = False  # True if the losses of the last step did, unless the workers' tables differ
+        self.tables: list[Table] | None = []  # of the last step; None with less than two images
         self._rules = MarkRules(self._marks, self._swapped, batch_size)
-        self.drawn = DrawnNumbers(report, self._swapped, rank)
+        self.drawn = DrawnNumbers(rank)
 
     def begin(self, batch: Batch, weights: Sequence[Tensor], *, swaps: bool) -> None:
         """Follow a step of ``batch``; ``weights`` are the parameters and buffers, which need no marks.
@@ -93,8 +95,8 @@ class WatchedCalls(TorchFunctionMode):
     def end(self, *, draws: bool) -> None:
         """Compute with no swapped images any more, after the step; ``draws`` is True if it has drawn random numbers."""
         self._is_watching = False
-        if not draws and self._swapped.depends_on_places:
-            self._report(NOTES_ON_LOSSES["placed"])
+        self.depends_on_places = not draws and self._swapped.depends_on_places
+        self.tables = self._swapped.tables if self._num_images > 1 else None
         self._swapped.end()
 
     def follow_mean(self, numerator: Tensor, mean: Tensor) -> None:
@@ -143,9 +145,9 @@ class WatchedCalls(TorchFunctionMode):
         if (anew := self._written_anew(name, args, kwargs)) is not None:
             leaves = [leaf for leaf in leaves if leaf is not anew]
             buffer = anew if anew._base is None else anew._base
-            self.drawn.forget(buffer, anew)
             for tensor in (anew, buffer):
                 self._marks.pop(tensor, None)
+                self.drawn.forget(tensor)
         self.numbers.follow(name, args, leaves, result, sys._getframe(1))
         # The result depends on the batch if an argument does, unless that gives only its type or shape.
         inputs = tree_leaves(args[:1]) if name in LIKE_ANOTHER else leaves
