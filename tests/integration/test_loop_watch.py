@@ -501,6 +501,13 @@ def hardest_by_numpy(model: nn.Module, batch: Any) -> Tensor:
     return losses[np.argsort(losses.detach().numpy())[-4:].copy()].mean()
 
 
+def easiest(model: nn.Module, batch: Any) -> Tensor:
+    """As in co-teaching. One line brings six numbers, as many as a worker has images."""
+    x, y = batch.images, batch.labels
+    one, two = (np.argsort(losses_of(model, SimpleNamespace(images=z, labels=y)).tolist())[:4] for z in (x, x.flip(3)))
+    return F.cross_entropy(model(x[one]), y[one]) + F.cross_entropy(model(x[two]), y[two])
+
+
 def hardest_by_list(model: nn.Module, batch: Any) -> Tensor:
     losses = losses_of(model, batch)
     return losses[sorted(range(len(losses)), key=losses.tolist().__getitem__)[-4:]].mean()
@@ -715,6 +722,7 @@ NOTES: dict[str, tuple[Loop, str]] = {
     "a number of one of two layers": (by_steps(entropy, TwiceScaled), "Scale.size"),
     "the hardest images by NumPy": (by_steps(hardest_by_numpy, mlp), "numbers that differ between the workers"),
     "the hardest images by a list": (by_steps(hardest_by_list, mlp), "return losses[sorted(range(len(losses))"),
+    "the easiest images": (by_steps(easiest, mlp), "numbers that differ between the workers"),
     "the hardest images by sorted": (by_steps(hardest_by_sorted, mlp), "run.gather("),
     "the hardest images by a key": (by_steps(hardest_by_key, mlp), "a mean over something else than images"),
     "pairs by Python": (by_steps(alike_by_pairs, mlp), "run.gather("),

@@ -29,8 +29,8 @@ from raytrain.config.user_code import is_of_user, line_of
 from raytrain.training.exact.agreement import digest_of_tensors, has_digest
 from raytrain.training.loop_checks.searching import searching
 
-Place = tuple[int, str, int]
-"""A watched step of this attempt, counted from 1, a file of the user's, and the number of a line in it."""
+Place = tuple[int, str, int, int]
+"""A watched step of this attempt, counted from 1, a file of the user's, the number of a line, and of a call in it."""
 
 _FROM_NUMBERS = {"tensor", "as_tensor", "asarray", "scalar_tensor"}  # torch's functions that take Python's numbers
 _INDEXING = ("__getitem__", "__setitem__")
@@ -85,8 +85,8 @@ class LoopNumbers:
 
         # The result depends on all that the arguments depend on, and on what this line of the user's adds.
         places = frozenset[Place]().union(*(self._places.get(tensor, ()) for tensor in tensors))
-        if values and (line := _users_line(frame)):
-            place = (self._step, *line)
+        if values and (call := _users_call(frame)):
+            place = (self._step, *call)
             self._values.setdefault(place, []).extend(values)
             places |= {place}
 
@@ -108,8 +108,8 @@ class LoopNumbers:
 
         What the loop computes next may depend on it. ``frame`` is the one that has asked.
         """
-        if line := _users_line(frame):
-            place = (self._step, *line)
+        if call := _users_call(frame):
+            place = (self._step, *call)
             self._values.setdefault(place, []).append(float(is_true))
             self._decisions.add(place)
 
@@ -121,20 +121,20 @@ class LoopNumbers:
     def in_losses(self) -> dict[Place, list[float]]:
         """Return the numbers in the losses since the last :meth:`forget`, for each place in the order of the calls.
 
-        Files are named without their folders, which may differ between machines. Lines that run once for each image are
+        Files are named without their folders, which may differ between machines. Calls that run once for each image are
         left out. They are known by their numbers: a multiple of the images, or with one image, of two.
         """
         in_losses: dict[Place, list[float]] = {}
-        for step, file, line in self._in_losses:
-            values = self._values[step, file, line]
+        for step, file, line, call in self._in_losses:
+            values = self._values[step, file, line, call]
             if len(values) % max(self._num_images, 2):
                 numbers = [value.item() if isinstance(value, Tensor) else value for value in values]
-                in_losses[step, Path(file).name, line] = numbers
+                in_losses[step, Path(file).name, line, call] = numbers
         return in_losses
 
     def lines(self) -> dict[tuple[str, int], str]:
         """Return the lines of the numbers in the losses, by file and number, as a sentence shows them."""
-        return {(Path(file).name, line): line_of(file, line) for _, file, line in self._in_losses}
+        return {(Path(file).name, line): line_of(file, line) for _, file, line, _ in self._in_losses}
 
     def forget(self) -> None:
         """Forget the numbers of the losses so far, which have been compared."""
@@ -194,12 +194,12 @@ class LoopNumbers:
 def differing_lines(numbers: Sequence[Mapping[Place, list[float]]]) -> list[tuple[str, int]]:
     """Return the file and number of each line whose numbers differ between workers, beyond rounding.
 
-    ``numbers`` has what :meth:`LoopNumbers.in_losses` returns on each worker. A line that has run more often on one
+    ``numbers`` has what :meth:`LoopNumbers.in_losses` returns on each worker. A call that has run more often on one
     worker than on another is left out: it may be for some images alone.
 
     Example::
 
-        differing_lines([{(1, "loop.py", 7): [0.5]}, {(1, "loop.py", 7): [0.4]}])  # [("loop.py", 7)]
+        differing_lines([{(1, "loop.py", 7, 30): [0.5]}, {(1, "loop.py", 7, 30): [0.4]}])  # [("loop.py", 7)]
     """
     lines: set[tuple[str, int]] = set()
     for place in numbers[0]:
@@ -207,7 +207,7 @@ def differing_lines(numbers: Sequence[Mapping[Place, list[float]]]) -> list[tupl
         if len({len(row) for row in rows}) == 1:
             pairs = [pair for row in rows[1:] for pair in zip(rows[0], row, strict=True)]
             if not all(math.isclose(*pair, rel_tol=_ROUNDING) or all(map(math.isnan, pair)) for pair in pairs):
-                lines.add(place[1:])
+                lines.add(place[1:3])
     return sorted(lines)
 
 
@@ -220,8 +220,8 @@ def digest(tensor: Tensor) -> Tensor:
     return (digest_of_tensors([tensor])[0] * torch.tensor([1.0, 2.0, 3.0, 5.0], device=tensor.device)).sum()
 
 
-def _users_line(frame: FrameType | None) -> tuple[str, int] | None:
-    """Return the file and the number of the user's line that has called torch.
+def _users_call(frame: FrameType | None) -> tuple[str, int, int] | None:
+    """Return the file, the number of the line and that of the instruction in the user's code that has called torch.
 
     None if another library has called it. Functions of torch that only wrap the call are skipped.
     """
@@ -229,4 +229,4 @@ def _users_line(frame: FrameType | None) -> tuple[str, int] | None:
         frame = frame.f_back
     if frame is None or not is_of_user(frame.f_code.co_filename):
         return None
-    return frame.f_code.co_filename, frame.f_lineno
+    return frame.f_code.co_filename, frame.f_lineno, frame.f_lasti
