@@ -28,7 +28,8 @@ NOTES_ON_LOSSES = {
     ),
     "kept": (
         "the loss depends on a tensor of a step before, which was computed from one worker's images, so it depends on "
-        "the number of workers; compute it from run.gather(rows) or run.total(sums), or keep it in a network's buffer"
+        "the number of workers; compute it from run.gather(rows) or run.total(sums), or keep it in a network's buffer; "
+        "of losses that are added up, call the backward of each in its own step"
     ),
     "late": (
         "the loop computes with a batch after it has asked for the next one: that one's images weight its gradients "
