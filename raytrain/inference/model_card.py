@@ -10,6 +10,7 @@ from torch import nn
 from raytrain.config import ResolvedConfig
 from raytrain.config.named_functions import load_function
 from raytrain.config.network import timm_name
+from raytrain.errors import format_count
 from raytrain.inference.classifier import Classifier
 from raytrain.recipes import auto
 from raytrain.runs.metric_row import MetricRow, own_metrics
@@ -36,7 +37,7 @@ An image classifier with {num_classes} classes. `{file}` holds its weights, unde
 
 | | |
 |---|---|
-| network | `{model}`, {num_classes} outputs, {channels} input channels |
+| network | {network}, {outputs}, {channels} |
 | training | {step:,} steps, {samples:,} images |
 {results}
 | made of | {made_of} |
@@ -59,9 +60,7 @@ In the order of the outputs:
 ```python
 {use}
 ```
-
-`{start}` starts a run with them.
-
+{start}
 ## Training
 
 ```sh
@@ -108,18 +107,24 @@ def model_card(run: str, store: Store, file: str, config: ResolvedConfig, checkp
         f"(batch, {config.channels}, {height}, {width})."
     )
 
-    # A network other than the recipe's own is not known from the weights.
-    network = {name: getattr(config, name) for name in ("model", "model_option", "channels")}
-    start = train_command(auto(data="IMAGES", weights=file, **network))
+    # The options name the network, which is not known from the weights, unless the run's own loop has built it.
+    if progress.is_own_network:
+        network, start = f"built by the run's own loop{f' `{one_line(config.loop)}`' if config.loop else ''}", ""
+    else:
+        network = f"`{one_line(config.model)}`"
+        options = {name: getattr(config, name) for name in ("model", "model_option", "channels")}
+        command = one_line(train_command(auto(data="IMAGES", weights=file, **options)))
+        start = f"\n`{command}` starts a run with them.\n"
 
     # Names of classes, runs and networks may hold any text: one line of printable characters is left of each.
     return _CARD.format(
         library="timm" if timm_name(config.model) else "pytorch",
         title=one_line(run),
         file=one_line(file),
-        model=one_line(config.model),
+        network=network,
         num_classes=len(identity.classes),
-        channels=config.channels,
+        outputs=format_count(len(identity.classes), "output"),
+        channels=format_count(config.channels, "input channel"),
         step=progress.step,
         samples=progress.samples_seen,
         results=results,
@@ -128,7 +133,7 @@ def model_card(run: str, store: Store, file: str, config: ResolvedConfig, checkp
         preprocessing=preprocessing_text,
         classes=json.dumps([one_line(name) for name in identity.classes], indent=2, ensure_ascii=False),
         use=lines,
-        start=one_line(start),
+        start=start,
         command=one_line(train_command(config)),
     ).encode()
 

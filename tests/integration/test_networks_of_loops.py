@@ -47,6 +47,14 @@ def test_it_gives_the_numbers_that_the_run_has_measured(loop: str, images: Path,
     assert result.loss == pytest.approx(measured.loss, rel=1e-6)  # pyright: ignore
 
 
+def test_its_model_card_names_the_loop_and_no_network_of_the_options(images: Path, tmp_path: Path) -> None:
+    trained(images, tmp_path, "own")
+    raytrain.export("own", str(tmp_path / "own.safetensors"), storage=str(tmp_path), trust=True)
+    card = (tmp_path / "own.card.md").read_text()
+    assert f"| network | built by the run's own loop `{LOOPS}own`, 3 outputs, 3 input channels |" in card
+    assert "resnet18" not in card.partition("## Training")[0] and "starts a run" not in card
+
+
 def test_a_function_that_no_file_names_is_given_again(images: Path, tmp_path: Path) -> None:
     trained(images, tmp_path, "run", own)
     with pytest.raises(raytrain.UsageError, match=r"raytrain.load\('run', loop=the_function\)"):
