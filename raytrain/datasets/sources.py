@@ -125,16 +125,18 @@ def _label_by_table(images: Manifest, table: LabelTable, labels: Labelling) -> M
     The manifest has no digest of the table, since the shards will contain the labels. Raises UsageError if the split to
     pack is not named or not there, or too many rows have no image.
     """
-    # A shard has one label for each image, so several classes are joined into one text.
-    are_joined = table.classes is not None
+    # A shard has one label for each image, so several classes are joined into one text. If each image has exactly one,
+    # that is the label, and the shards need no label file.
+    are_joined = table.classes is not None and not table.has_one_class_each
     if are_joined:
         texts = [label.replace(JOINED, "|") or "none" for label in table.labels]
-        table = replace(table, labels=np.array(texts, object), classes=None)
+        table = replace(table, labels=np.array(texts, object))
         _log.warning(
             "Shards hold one text per image, such as %r; train on them with --labels %s and the same columns.",
             max(texts, key=len),
             table.url,
         )
+    table = replace(table, classes=None)
 
     # Pack one split at a time, because training and held-out images would become one data set.
     splits = sorted(set(table.splits) - {""})

@@ -172,19 +172,22 @@ def test_a_class_that_is_named_twice_is_refused(images: Path, tmp_path: Path) ->
         opened(images, **{**columns, "label_column": ("bright", "odd", "bright")})
 
 
-def test_a_table_with_exactly_one_1_in_each_row_is_said_to_be_of_single_classes(
+def test_a_table_with_exactly_one_1_in_each_row_is_said_to_be_of_single_classes_and_packed_as_such(
     images: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     rows = [f"{number:02d},{number % 3 == 0:d},{number % 3 == 1:d},{number % 3 == 2:d}.0\n" for number in range(60)]
     (tmp_path / "labels.csv").write_text("image,MEL,NV,BCC\n" + "".join(rows))  # as of ISIC 2018
-    with pytest.raises(
-        UsageError, match=r"0 and 1: MEL NV BCC; each row has exactly one 1 .* one column, called label"
-    ):
-        opened(images, labels=str(tmp_path / "labels.csv"))
-    opened(images, labels=str(tmp_path / "labels.csv"), label_column=("MEL", "NV", "BCC"))
+    labels = str(tmp_path / "labels.csv")
+    with pytest.raises(UsageError, match=r"0 and 1: MEL NV BCC; each row has exactly one 1 .*, pack the images with"):
+        opened(images, labels=labels)
+    opened(images, labels=labels, label_column=("MEL", "NV", "BCC"))
     assert "has exactly one class, and the options allow several or none" in caplog.text
     caplog.clear()
-    opened(images, labels=str(tmp_path / "labels.csv"), label_column=("MEL", "NV"))  # a third of them has none
+    raytrain.pack(str(images), str(tmp_path / "packed"), labels=labels, label_column=("MEL", "NV", "BCC"))
+    assert "--labels" not in caplog.text
+    train = opened(tmp_path / "packed").train
+    assert train.classes == ("BCC", "MEL", "NV") and train.label_sets is None
+    opened(images, labels=labels, label_column=("MEL", "NV"))  # a third of them has none
     assert "exactly one" not in caplog.text
 
 

@@ -38,7 +38,7 @@ _ERRORS_OF_EXCEL = {"#N/A", "#REF!", "#VALUE!", "#NAME?", "#DIV/0!", "#NULL!", "
 NO_LABELS = frozenset({"", "NaN", "nan", "<NA>", "N/A", "n/a", "null", "NULL", "None", *_ERRORS_OF_EXCEL})
 """Texts that programs write in place of a missing value."""
 
-ONE_CLASS_EACH = "write a label file in which one column, called label, has the name of the class"
+ONE_CLASS_EACH = "pack the images with these, and train on the shards without --labels"
 """What to do if an image has one class, and a table has a column of 0 and 1 for each."""
 
 _MOST_SHOWN = 10  # columns of 0 and 1 in a sentence
@@ -260,7 +260,7 @@ def labels_of(table: pa.Table, url: str, columns: LabelColumns) -> list[str]:
             advice = f"name the right one with --label-column, or the classes among those of 0 and 1: {shown}"
             rows = zip(*(texts_of(table, url, name).to_pylist() for name in flags), strict=True)
             if all(sum(_FLAGS[value.lower()] == "1" for value in row) == 1 for row in rows):
-                advice += f"; each row has exactly one 1 in these, so rather {ONE_CLASS_EACH}"
+                advice += f"; each row has exactly one 1 in these: if an image has one class, {ONE_CLASS_EACH}"
     label_name = next(iter(columns.label), None)
     name = column_called(table.column_names, url, option, label_name, LABEL_COLUMNS, advice=advice)
     labels: list[str] = texts_of(table, url, name, may_be_lists=True).to_pylist()

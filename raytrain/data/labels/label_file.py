@@ -98,6 +98,11 @@ class LabelTable:
         return LabelTable(url, keys[order], labels[order], splits[order], groups[order], classes)
 
     @property
+    def has_one_class_each(self) -> bool:
+        """True if each row has exactly one class, as tables of single classes do that have a column for each."""
+        return all(label and JOINED not in label for label in self.labels)
+
+    @property
     def digest(self) -> str:
         """SHA-256 of all rows, as hexadecimal digits: the same for the same rows in any order and format."""
         if self.pattern_digest is not None:

@@ -325,10 +325,11 @@ def labelled(
         _report_fractions(present, table.url)
         if not are_joined:
             _report_compound_labels(present, table.url)
-            if table.classes is not None and all(name and JOINED not in name for name in names):
+            if table.classes is not None and table.has_one_class_each:
                 sentence = (
-                    "Each image that %s labels has exactly one class, and the options allow several or none, for which "
-                    "loss and figures are others; if one class each is meant, omit --label-separator, or %s."
+                    "Each row of %s has exactly one class, and the options allow several or none, for which loss and "
+                    "figures are others; if an image has one class, omit --label-separator, or, with several "
+                    "--label-column, %s."
                 )
                 _log.warning(sentence, table.url, ONE_CLASS_EACH)
     classes = classes or present
