@@ -75,16 +75,9 @@ def _split_class_names(document: Any) -> tuple[Any, dict[str, str]]:
     """
     if not isinstance(document, dict) or "annotations" in document or _is_datumaro(document):  # read with the images
         return document, {}
-    beside_names = {name: value for name, value in document.items() if name not in _CLASS_NAMES}
-    has_table = any(_is_list_of(value, (dict, list)) or _is_by_image(value) for value in beside_names.values())
-    has_tables_of_parts = bool(beside_names) and all(map(is_part, beside_names))
     name = next((name for name in _CLASS_NAMES if isinstance(document.get(name), (dict, list))), None)
-    if not (has_table or has_tables_of_parts):
-        # FiftyOne writes {"classes": […], "labels": {"0001": 1}}, with names of images without their suffixes.
-        objects = [value for value in beside_names.values() if isinstance(value, dict)]
-        has_table = len(objects) == 1 and all(isinstance(label, str) for label in objects[0].values())
-        beside_names = objects[0] if has_table else beside_names
-    if name is None or not (has_table or has_tables_of_parts):
+    table = _table_beside_names(document)
+    if name is None or table is None:
         return document, {}
 
     # The names are a list, a list of COCO's categories, or an object from numbers to names or from names to numbers.
@@ -99,7 +92,19 @@ def _split_class_names(document: Any) -> tuple[Any, dict[str, str]]:
     names = {str(number): str(class_name) for number, class_name in pairs}
     if len(set(names.values())) < len(classes) or not all(map(str.isdecimal, names)):
         raise ValueError(f"{name} has to give each class a number and a name of its own")
-    return beside_names, names
+    return table, names
+
+
+def _table_beside_names(document: _Record) -> _Record | None:
+    """Return a document without its names of classes if that is a table, or has one for each part; None otherwise."""
+    beside_names = {name: value for name, value in document.items() if name not in _CLASS_NAMES}
+    if any(_is_list_of(value, (dict, list)) or _is_by_image(value) for value in beside_names.values()):
+        return beside_names
+    if beside_names and all(map(is_part, beside_names)):
+        return beside_names
+    # FiftyOne writes {"classes": […], "labels": {"0001": 1}}, with names of images without their suffixes.
+    objects = [value for value in beside_names.values() if isinstance(value, dict)]
+    return objects[0] if len(objects) == 1 and all(isinstance(label, str) for label in objects[0].values()) else None
 
 
 def _records(document: Any, key_names: Set[str]) -> list[_Record]:
