@@ -154,39 +154,40 @@ def check_repeated(paths: list[tuple[str, ...]], url: str, *, without: str = "")
     In site1/cat, site1/dog, site2/cat and site2/dog, either the sites or the animals may be the classes. ``without`` is
     the regular expression of a folder that ``paths`` lack behind the topmost ones.
     """
-    # One pass over all paths: there may be 10⁵ classes of 10⁷ images.
-    below_top: dict[str, set[str]] = {top: set() for top in sorted({path[0] for path in paths if path})}
+    # The folders in each top folder, in one pass over all paths: there may be 10⁵ classes of 10⁷ images.
+    folders_in: dict[str, set[str]] = {top: set() for top in sorted({path[0] for path in paths if path})}
+    tops = list(folders_in)
     for path in paths:
         if len(path) > 1:
-            below_top[path[0]].add(path[1])
-    tops = list(below_top)
-    below_top.pop("", None)  # of images in no folder
-    for top, names in below_top.items():
-        # Archives hold a data set and a copy of it in a folder.
-        if len(names) > 1 and top not in names and names <= below_top.keys():
+            folders_in[path[0]].add(path[1])
+    folders_in.pop("", None)  # of images in no folder
+
+    # Archives hold a data set and a copy of it in a folder.
+    for top, names in folders_in.items():
+        if len(names) > 1 and top not in names and names <= folders_in.keys():
             raise UsageError(
                 f"{url} contains {first_names(sorted(names))} and a folder {top}/ with folders of the same names, "
                 f"which would become a class; give --data {url}/{top}, or move it to another place."
             )
-    if len(tops) < 2 or any(len(path) < 2 for path in paths):
-        return
-    below = list(below_top.values())
-    counts = Counter(name for names in below for name in names)
+
+    # If images are directly in the top folders, or these have no name in common, the top folders are the classes.
+    counts = Counter(name for names in folders_in.values() for name in names)
     repeated = sorted(name for name, count in counts.items() if count > 1)
-    if len(counts) > 1 and repeated and all(map(is_beside_classes, counts)):
+    if len(tops) < 2 or any(len(path) < 2 for path in paths) or len(counts) < 2 or not repeated:
+        return
+    if all(map(is_beside_classes, counts)):
         raise UsageError(
             f"The class folders {first_names(tops)} of {url} contain {first_names(sorted(counts))}, which would all "
             "become images of the classes; move all of these but the photographs to another place."
         )
-    if len(counts) > 1 and all(names == below[0] for names in below):
+    if all(names == counts.keys() for names in folders_in.values()):
         raise UsageError(
             f"The folders {first_names(tops)} of {url} all contain {first_names(repeated)}, so that "
             f"either may be the classes; give --data {url} and --label-pattern '(?P<label>[^/]+)/{without}' for the "
             f"former, or '[^/]+/{without}(?P<label>[^/]+)/' for the latter."
         )
-    if len(counts) > 1 and repeated:
-        sentence = "The folders %s of %s are taken for the classes; %s of %s folders below, such as %s, are in several."
-        _log.warning(sentence, first_names(tops), url, f"{len(repeated):,}", f"{len(counts):,}", repeated[0])
+    sentence = "The folders %s of %s are taken for the classes; %s of %s folders below, such as %s, are in several."
+    _log.warning(sentence, first_names(tops), url, f"{len(repeated):,}", f"{len(counts):,}", repeated[0])
 
 
 def check_linked_classes(files: Listing, classes: Sequence[str]) -> None:
