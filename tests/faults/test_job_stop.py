@@ -1,4 +1,7 @@
-"""``ray job stop`` leaves a checkpoint, also if the job runs through ``uv run``, and ``--resume`` goes on from it."""
+"""``ray job stop`` leaves a checkpoint if the job runs through ``uv run``, and ``--resume`` goes on from it.
+
+``tests/integration/test_submit_to_a_cluster.py`` stops a job that runs without it.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -53,16 +55,11 @@ def trains(storage: Path) -> bool:
     return (storage / "run" / "metrics.jsonl").exists() and bool(read_run(str(storage), "run").metrics)
 
 
-@pytest.mark.parametrize("prefix", [[], UV], ids=["python", "uv run"])
-def test_a_stopped_job_has_a_checkpoint_and_resumes(
-    prefix: list[str], head: Head, digits: Path, tmp_path: Path
-) -> None:
-    if prefix and not shutil.which("uv"):
-        pytest.skip("uv is not installed")
-    python = "python" if prefix else sys.executable
-    train = [python, "-m", "raytrain", "train", "digits", "--data", str(digits / "train"), "--storage", str(tmp_path)]
-    words = [*prefix, *train, "--name", "run", "--workers", "2"]
-    submit = ["submit", "--address", head.dashboard, "--submission-id", f"stopped-{len(prefix)}", "--no-wait"]
+@pytest.mark.skipif(not shutil.which("uv"), reason="needs uv")
+def test_a_stopped_job_has_a_checkpoint_and_resumes(head: Head, digits: Path, tmp_path: Path) -> None:
+    train = ["python", "-m", "raytrain", "train", "digits", "--data", str(digits / "train"), "--storage", str(tmp_path)]
+    words = [*UV, *train, "--name", "run", "--workers", "2"]
+    submit = ["submit", "--address", head.dashboard, "--submission-id", "stopped", "--no-wait"]
     job(head, *submit, "--runtime-env-json", json.dumps(PATIENT), "--", *words, "--epochs", "100000")
     wait_for(lambda: trains(tmp_path), "the job does not train")
     job(head, "stop", "--address", head.dashboard, submit[4])
