@@ -26,7 +26,7 @@ from raytrain.errors import UsageError
 from raytrain.monitor.events import Note
 from tests.helpers.gloo_processes import run_in_processes
 from tests.helpers.memory_runs import Recorder, config, images, make_run
-from tests.helpers.plain_loops import Loop, by_steps, entropy, mlp, steps
+from tests.helpers.plain_loops import Loop, Normed, by_steps, entropy, mlp, steps
 
 WEIGHTS = torch.tensor([1.0, 5.0, 0.2, 2.0], dtype=torch.float64)
 
@@ -508,6 +508,10 @@ def easiest(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(model(x[one]), y[one]) + F.cross_entropy(model(x[two]), y[two])
 
 
+def by_parts_with_norm(model: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(torch.cat([model(part) for part in batch.images.chunk(2)]), batch.labels)
+
+
 def hardest_by_list(model: nn.Module, batch: Any) -> Tensor:
     losses = losses_of(model, batch)
     return losses[sorted(range(len(losses)), key=losses.tolist().__getitem__)[-4:]].mean()
@@ -758,6 +762,11 @@ NOTES: dict[str, tuple[Loop, str]] = {
         weighted_by(lambda count: torch.tensor([1 / (1 + i) for i in range(count)])),
         "by their places",
     ),
+    "parts for batch norm": (by_steps(by_parts_with_norm), "batch.microbatches()"),
+    "places with batch norm": (
+        by_steps(lambda m, b: (losses_of(m, b) * torch.arange(len(b.labels))).mean()),
+        "by their places",
+    ),
     "changes by place": (free_adversarial, "a tensor of a step before"),
     "a hook of a weight": (
         hooks_of_weights(lambda gradient: gradient.clamp(-0.005, 0.005)),
@@ -992,6 +1001,17 @@ def mixed_with_gathered(run: Any) -> None:
     steps(run, model, run.prepare(SGD(model.parameters(), lr=0.1)), loss_of)
 
 
+def in_microbatches(run: Any) -> None:
+    model = run.prepare(Normed())
+    optimizer = run.prepare(SGD(model.parameters(), lr=0.1))
+    for epoch in run.epochs():
+        for batch in epoch:
+            optimizer.zero_grad()
+            for microbatch in batch.microbatches():
+                entropy(model, microbatch).backward()
+            optimizer.step()
+
+
 def masked_rows(run: Any) -> None:
     """Targets that a mask takes from those of all workers: the rows are this worker's, in the order of its images."""
     model = run.prepare(mlp())
@@ -1103,6 +1123,7 @@ SILENT: dict[str, Loop] = {
     ),
     "checkpointed": by_steps(entropy, lambda: Between(lambda z: checkpoint(torch.sin, z, use_reentrant=False))),
     "batch norm": by_steps(entropy),
+    "microbatches with batch norm": in_microbatches,
     "written rows": by_steps(entropy, lambda: Between(lambda z: torch.zeros(*z.shape, dtype=z.dtype).copy_(z).add_(1))),
     "a sum over as many columns": by_steps(class_by_column, mlp),
     "less its mean": by_features(lambda z, y: (z - z.mean(0)).sum(1).mean()),
@@ -1149,7 +1170,13 @@ def reported(names: list[str], folder: str, in_one_epoch: tuple[str, ...] = ()) 
     notes: dict[str, list[str]] = {}
     for name in names:
         recorder = Recorder()
-        options = config(batch_size=12, flip="none", translate=0, epochs=1 if name in in_one_epoch else 2)
+        options = config(
+            batch_size=12,
+            flip="none",
+            translate=0,
+            epochs=1 if name in in_one_epoch else 2,
+            accumulate=2 if name.startswith("microbatches") else 1,
+        )
         run = make_run(options, images(48), f"{folder}/{name}", recorder)
         with run.steps.optimizers.followed():
             (NOTES[name][0] if name in NOTES else SILENT[name])(run)

@@ -103,6 +103,7 @@ class SwappedImages:
         # places may explain it.
         self._exchange_adds = self._bound = 0.0
         self._may_change = False
+        self._has_microbatches = False  # True if the run divides the batch
         self._num_gathers = 0  # of this process before the step
         self._tables: list[Table] = []  # that the step has used so far
         self.tables: list[Table] = []
@@ -114,7 +115,7 @@ class SwappedImages:
         """
         self.end()
         self._weights, self._is_coarse, self._tells_images_apart = weights, False, False
-        self._num_gathers = gather.num_gathers
+        self._num_gathers, self._has_microbatches = gather.num_gathers, len(batch.microbatch_sizes) > 1
         if (num_images := batch.num_used) < 2:
             return
 
@@ -165,13 +166,13 @@ class SwappedImages:
         sources = [tensor for tensor in tensors if tensor in self._variants]
         with searching(f"what {name} returns for swapped images"):
             self._tells_images_apart |= bool(self._variants) and self._may_tell_images_apart(name, kwargs, tensors)
-            self._note_tables(name, tensors if self._variants else [])
+            self._note_tables(name, tensors if sources else [])
         is_transformed = torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore
         if not sources or is_transformed or name in NOT_REPEATED:  # tensors of torch.func must not outlive it
             return func(*args, **kwargs)
         if is_collective(func):
-            self._tells_images_apart = True
-            for source in sources:  # all workers have the same now
+            for source in sources:  # all workers have the same now, and may cut their own rows out of it
+                self._tells_images_apart |= source.ndim > 0 and len(source) >= self._orders.shape[1]
                 self.forget(source)
             return func(*args, **kwargs)
 
@@ -283,8 +284,12 @@ class SwappedImages:
         return not bool((is_of_first | is_of_second).all())
 
     def _may_tell_images_apart(self, name: str, kwargs: Any, tensors: list[Tensor]) -> bool:
-        """Return whether a call may tell the loop which image is in which row: by random numbers, or in Python."""
-        if kwargs.get("generator") is not None:
+        """Return whether a call may treat images differently, rightly: by random numbers, in Python or in batch norm.
+
+        Batch norm normalises the images of a microbatch together.
+        """
+        is_in_microbatch = self._has_microbatches and name in ("batch_norm", "batch_norm_update_stats")
+        if kwargs.get("generator") is not None or is_in_microbatch:
             return True
         of_batch = [tensor for tensor in tensors if tensor in self._variants]
         return name in READ_BY_PYTHON and not all(map(self._is_same_if_exchanged, of_batch))

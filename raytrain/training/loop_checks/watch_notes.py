@@ -38,7 +38,8 @@ NOTES_ON_LOSSES = {
     ),
     "placed": (
         "the loss treats images by their places among those of a worker, such as its first half, so it depends on the "
-        "number of workers; choose them by batch.samples, as in batch.samples % 2 == 0"
+        "number of workers; choose them by batch.samples, as in batch.samples % 2 == 0, and give a network with batch "
+        "norm all of them at once, or those of batch.microbatches()"
     ),
 }
 """By a mark of the loss, of :mod:`raytrain.training.loop_checks.watched_calls`."""
