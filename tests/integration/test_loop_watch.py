@@ -512,6 +512,12 @@ def by_parts_with_norm(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(torch.cat([model(part) for part in batch.images.chunk(2)]), batch.labels)
 
 
+def in_two_branches(model: nn.Module, batch: Any) -> Tensor:
+    chosen = batch.labels > 1
+    rows, labels = ([each[mask] for mask in (chosen, ~chosen)] for each in (batch.images, batch.labels))
+    return F.cross_entropy(torch.cat([model(rows[0]), -model(rows[1])]), torch.cat(labels))
+
+
 def hardest_by_list(model: nn.Module, batch: Any) -> Tensor:
     losses = losses_of(model, batch)
     return losses[sorted(range(len(losses)), key=losses.tolist().__getitem__)[-4:]].mean()
@@ -1102,6 +1108,7 @@ SILENT: dict[str, Loop] = {
     "places with an offset": own_part(lambda count: torch.arange(6), lambda places, rank: 0.9 ** (places + 6 * rank)),
     "rows of a mask": masked_rows,
     "experts": by_steps(entropy, lambda: Between(experts)),
+    "two branches": by_steps(in_two_branches, mlp),
     "class by class": by_steps(class_by_class, mlp),
     "a sum times a fraction": by_steps(
         lambda m, b: (1.0 / len(b.images)) * F.cross_entropy(m(b.images), b.labels, reduction="sum"), mlp

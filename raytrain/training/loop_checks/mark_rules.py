@@ -127,8 +127,9 @@ class MarkRules:
     def _mark_selections(self, call: Call, marks: set[str]) -> None:
         """Add ``selected`` to the ``marks`` if the number of the result's rows depends on the images."""
         # A number has no rows, such as one of labels.unique(), and rows that are put back where they were are complete.
+        # So are selections that are joined to as many rows as there are images, such as those of a mask and of ~mask.
         result, first, num_images = call.result, call.sources[0], call.num_images
-        is_put_back = call.name in PUT_BACK and has_rows(result, num_images)
+        is_put_back = call.name in PUT_BACK | JOINS and has_rows(result, num_images)
         is_of_selection = any(source.ndim and "selected" in self._marks[source] for source in call.sources)
         if isinstance(result, Tensor) and result.ndim and (is_put_back or not is_of_selection):
             marks.discard("selected")
