@@ -123,7 +123,8 @@ class ParseErrors:
 
         # A flag: of another command, of another trainer, or misspelt.
         option = option_known_as(name.removeprefix("--")) or name.removeprefix("--").replace("-", "_")
-        meant = flag(option)
+        begun = {known for known in self.flags if known.startswith(name)}  # `export --out` is --output
+        meant = begun.pop() if len(begun) == 1 else flag(option)
         commands = self.commands_with(name)
         if name in self.flags and commands:  # the flag stands before its command: `raytrain --data photos train`
             command = "train" if "train" in commands else commands[0]

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Generic, TextIO, TypeVar, Union, cast, get_args, get_type_hints
 
 import tyro
-from tyro.conf import FlagCreatePairsOff, Suppress, arg, subcommand
+from tyro.conf import FlagCreatePairsOff, Positional, Suppress, arg, subcommand
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from raytrain.cli.flag_rewrites import complete_switches, hints_of_command, join_repeated
@@ -145,14 +145,15 @@ def parse_words(argv: Sequence[str], commands: Commands[T], defaults: Mapping[st
 
 
 def _names_of_flags(command: Callable[..., Any]) -> list[str]:
-    """Return the flags of a command: those of its sections of options, and of its own parameters."""
+    """Return the flags of a command: those of its sections of options, and of its own parameters that are flags."""
+    (positional,) = marks_of(Positional[str])
     flags: list[str] = []
     for name, hint in hints_of_command(command).items():
         section = TrainConfig if name == "config" else hint
         if dataclasses.is_dataclass(section):
             without_flag = _options_without_flag(hint)
             flags += [flag(field.name) for field in dataclasses.fields(section) if field.name not in without_flag]
-        else:
+        elif positional not in marks_of(hint):
             flags.append(flag(name))
     return flags
 

@@ -36,6 +36,7 @@ def sweep(config: TrainConfig, vary: tuple[str, ...] = ()) -> TrainConfig:
 def find_rate(
     config: Annotated[TrainConfig, Without(Mark.SET_BY_FIND_RATE)],
     rates: Annotated[tuple[float, ...], arg(help="Rates to try.")],
+    output: str = "",
 ) -> TrainConfig:
     """Find a rate."""
     return config
@@ -73,6 +74,11 @@ def test_the_flags_of_no_command_are_known_to_a_typo() -> None:
 )
 def test_a_flag_of_another_trainer_is_answered_with_the_option(words: str, meant: str) -> None:
     assert refused(f"train digits --data x {words}").endswith(f" (did you mean {meant}?).")
+
+
+def test_a_flag_that_is_cut_off_is_taken_before_that_of_another_trainer_and_no_argument_for_a_flag() -> None:
+    assert refused("find-rate digits --rates 0.1 --data x --out y").endswith(" (did you mean --output?).")
+    assert refused("stop first --names") == "There is no option --names."
 
 
 def test_images_without_their_flag_are_recognised(tmp_path: Path) -> None:
@@ -272,7 +278,7 @@ def test_options_may_come_before_the_command(stored: TrainConfig) -> None:
         ("train cifar11", "There is no recipe 'cifar11' (did you mean cifar10?); the recipes are "),
         ("train", "Images are missing: give --data FOLDER; a recipe may stand before it: digits, "),
         ('train cifar10 --epochs "don\'t"', '--epochs is "don\'t"; it must be a whole number.'),
-        ("train cifar10 --epoch 3", "There is no option --epoch (did you mean --epochs or --head-epochs?)."),
+        ("train cifar10 --epoch 3", "There is no option --epoch (did you mean --epochs?)."),
         ("train cifar10 --num-workers 4", "There is no option --num-workers: all CPUs that are free read images"),
         ("train cifar10 --jsn", "There is no option --jsn (did you mean --json?)."),
         ("train --recipe digits", "There is no option --recipe: a recipe stands before all options, as in `raytrain"),
