@@ -166,6 +166,17 @@ def test_a_column_with_anything_but_0_and_1_is_refused(images: Path, tmp_path: P
         opened(images, **columns)
 
 
+def test_minus_1_in_a_column_of_minus_1_and_1_alone_is_0(images: Path, tmp_path: Path) -> None:
+    columns = write_labels(tmp_path / "labels.csv", joined=False)
+    zeros = (tmp_path / "labels.csv").read_text()
+    expected = by_key(opened(images, **columns).train)
+    (tmp_path / "labels.csv").write_text(zeros.replace(",0", ",-1"))  # as of CelebA
+    assert by_key(opened(images, **columns).train) == expected
+    (tmp_path / "labels.csv").write_text(zeros.replace(",0", ",-1", 5))  # as of VOC, where 0 is for difficult ones
+    with pytest.raises(UsageError, match=r"neither 0 nor 1 in the column '[a-z]+', but '-1' for instance"):
+        opened(images, **columns)
+
+
 def test_a_class_that_is_named_twice_is_refused(images: Path, tmp_path: Path) -> None:
     columns = write_labels(tmp_path / "labels.csv", joined=False)
     with pytest.raises(UsageError, match=r"--label-column names 'bright' 2 times; name each class once"):

@@ -51,6 +51,7 @@ _NAMES_OF_SPLITS = frozenset({"subset", "partition", "phase", "usage", "ml_use",
 _NUMBER = re.compile(r"-?\d+(\.0+)?")
 _ZEROS = re.compile(r"\.0+$")
 _FLAGS = {"0": "0", "1": "1", "0.0": "0", "1.0": "1", "false": "0", "true": "1"}
+_SIGNS = {"-1": "0", "1": "1", "-1.0": "0", "1.0": "1"}
 
 
 @dataclass(frozen=True)
@@ -238,7 +239,7 @@ def labels_of(table: pa.Table, url: str, columns: LabelColumns) -> list[str]:
         flags_of_classes: list[Texts] = []
         for name in columns.label:
             texts = texts_of(table, url, column_called(table.column_names, url, "--label-column", name)).to_pylist()
-            flags = np.array([_FLAGS.get(value.lower(), "") for value in texts], object)
+            flags = _flags(texts)
             if wrong := int((flags == "").sum()):
                 value = texts[int((flags == "").argmax())]
                 raise UsageError(
@@ -258,8 +259,8 @@ def labels_of(table: pa.Table, url: str, columns: LabelColumns) -> list[str]:
         if len(flags) > 1:
             shown = " ".join(map(shlex.quote, flags[:_MOST_SHOWN])) + (" …" if len(flags) > _MOST_SHOWN else "")
             advice = f"name the right one with --label-column, or the classes among those of 0 and 1: {shown}"
-            rows = zip(*(texts_of(table, url, name).to_pylist() for name in flags), strict=True)
-            if all(sum(_FLAGS[value.lower()] == "1" for value in row) == 1 for row in rows):
+            values = np.stack([_flags(texts_of(table, url, name).to_pylist()) for name in flags])  # (C, N)
+            if ((values == "1").sum(axis=0) == 1).all():
                 advice += f"; each row has exactly one 1 in these: if an image has one class, {ONE_CLASS_EACH}"
     label_name = next(iter(columns.label), None)
     name = column_called(table.column_names, url, option, label_name, LABEL_COLUMNS, advice=advice)
@@ -288,7 +289,16 @@ def _has_flags(table: pa.Table, url: str, name: str) -> bool:
     """Return True if a column that occurs once holds nothing but 0 and 1, as one for a class does."""
     if table.column_names.count(name) > 1 or pa.types.is_nested(table[name].type):
         return False
-    return {value.lower() for value in texts_of(table, url, name).unique().to_pylist()} <= _FLAGS.keys()
+    return "" not in _flags(texts_of(table, url, name).unique().to_pylist())
+
+
+def _flags(texts: Sequence[str]) -> Texts:
+    """Return "0" or "1" for each text in a column that is for one class, (N,); empty for any other text.
+
+    In a column of -1 and 1 alone, as CelebA has them, -1 is 0.
+    """
+    flag_of = _SIGNS if _SIGNS.keys() >= set(texts) else _FLAGS
+    return np.array([flag_of.get(text.lower(), "") for text in texts], object)
 
 
 def _items(label: str, separator: str | None) -> list[str]:
