@@ -23,7 +23,7 @@ def warned(images: Tensor) -> None:
 def test_the_lines_of_the_loop_are_named_once() -> None:
     images = torch.ones(4, 3, 2, 2)
     tensors = dict.fromkeys(("images", "labels", "targets", "samples"), images)
-    batch: Any = SimpleNamespace(**tensors, num_used=4, step=0, epoch=0)
+    batch: Any = SimpleNamespace(**tensors, num_used=4, step=0, epoch=0, microbatch_sizes=(4,))
     config, worker = (
         SimpleNamespace(batch_size=8, compile=None, seed=0),
         SimpleNamespace(world_size=2, rank=0, device=torch.device("cpu")),
