@@ -512,6 +512,25 @@ def by_parts_with_norm(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(torch.cat([model(part) for part in batch.images.chunk(2)]), batch.labels)
 
 
+class Pooled(Normed):
+    """A network with batch norm, whose features are means over an image's pixels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(6, self.head.out_features)
+
+    def embed(self, pixels: Tensor) -> Tensor:
+        return self.block(self.body(pixels)).mean((2, 3))
+
+
+def by_domains(model: nn.Module, batch: Any) -> Tensor:
+    chosen = batch.labels > 1
+    losses = [
+        F.cross_entropy(model(batch.images[mask]), batch.labels[mask], reduction="sum") for mask in (chosen, ~chosen)
+    ]
+    return torch.stack(losses).sum() / len(batch.labels)
+
+
 def in_two_branches(model: nn.Module, batch: Any) -> Tensor:
     chosen = batch.labels > 1
     rows, labels = ([each[mask] for mask in (chosen, ~chosen)] for each in (batch.images, batch.labels))
@@ -1108,6 +1127,7 @@ SILENT: dict[str, Loop] = {
     "places with an offset": own_part(lambda count: torch.arange(6), lambda places, rank: 0.9 ** (places + 6 * rank)),
     "rows of a mask": masked_rows,
     "experts": by_steps(entropy, lambda: Between(experts)),
+    "two domains with batch norm": by_steps(by_domains, Pooled),
     "two branches": by_steps(in_two_branches, mlp),
     "class by class": by_steps(class_by_class, mlp),
     "a sum times a fraction": by_steps(

@@ -114,7 +114,9 @@ class MarkRules:
         # The largest of several images are chosen by a comparison, even if as many of them are in both groups.
         chooses = call.name in ("topk", "kthvalue") and call.sources[0].ndim == 1
         is_chosen = chooses and has_rows(call.sources[0], call.num_images)
-        if is_chosen or (call.name in BENDS and any(map(self._swapped.mixes, call.sources))):
+        # Rows of a selection are of other images in the swapped order, so that a comparison row by row says nothing.
+        have_places = (source for source in call.sources if not source.ndim or "selected" not in self._marks[source])
+        if is_chosen or (call.name in BENDS and any(map(self._swapped.mixes, have_places))):
             marks.add("compares")
 
         # What is computed from the answer of a guard is none.
@@ -163,9 +165,12 @@ class MarkRules:
         if is_of_columns or (call.gives_one_number and is_sum and ("selected" in marks or is_over_images)):
             marks.add("count" if covers_alike(first) else "sum")
 
-        # A mean over selected rows, such as a loss of torch, weights the workers wrongly.
+        # A mean over selected rows, such as a loss of torch, weights the workers wrongly. A mean over other dimensions
+        # keeps the rows.
         is_mean_loss = LOSSES.fullmatch(call.name) and call.kwargs.get("reduction", "mean") in ("mean", "batchmean")
-        if (call.name == "mean" or is_mean_loss) and "selected" in marks:
+        dims = call.argument(1, "dim") if call.name == "mean" else None
+        keeps_rows = dims is not None and 0 not in [dim % max(first.ndim, 1) for dim in tree_leaves(dims)]
+        if (is_mean_loss or (call.name == "mean" and not keeps_rows)) and "selected" in marks:
             marks.add("other mean")
 
         # The same holds for a cross entropy with class weights, which divides by their sum, or with labels left out.
