@@ -393,7 +393,7 @@ def test_a_failed_run_with_a_loop_of_its_own_shows_one_command_and_the_options_t
         write_json(store, SUMMARY, {**read_json(store, SUMMARY), "error": f"{error}."})
         with page_of(tmp_path, "run") as server:
             page = visit(server.url)
-            expect(page.locator(".banner .resume")).to_contain_text("Resume with: raytrain train --name run")
+            expect(page.locator(".banner .resume")).to_contain_text("raytrain train --name run")
             expect(page.locator(".banner")).to_contain_text("Run 'run' failed: its loop failed after step 5: boom.")
             assert page.locator(".banner").inner_text().count("raytrain train") == 1
             expect(page.locator(".options")).to_contain_text("Epochs")
