@@ -285,7 +285,7 @@ class PreparedModels(ExactNetworks):
         )
         return {} if is_same else {f"{name}{MEASURED}": measured}
 
-    def not_finite(self) -> str | None:
+    def first_not_finite(self) -> str | None:
         """Return the name of the first weight or running statistic that is not finite; None if all are.
 
         The host waits for the device once.

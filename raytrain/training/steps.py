@@ -479,7 +479,7 @@ class Steps:
         # All workers find out whether the weights are worth keeping: equal on all of them, and finite.
         self._models.check_agreement(step)
         self.optimizers.check_agreement(step)
-        not_finite = self._models.not_finite()
+        not_finite = self._models.first_not_finite()
         if is_measured:
             self._schedule.note_checkpoint(step, not_finite)
         self._saved_digest = self._models.digest() if step == self._plan.num_steps else None

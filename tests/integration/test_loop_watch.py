@@ -593,6 +593,11 @@ def by_a_decision_of_item(model: nn.Module, batch: Any) -> Tensor:
     return loss * 2 if (batch.samples.double().mean() > 23).item() else loss
 
 
+def by_a_number_of_item(model: nn.Module, batch: Any) -> Tensor:
+    loss = entropy(model, batch)
+    return loss * 2 if batch.samples.double().mean().item() > 23 else loss
+
+
 def first_half_alone(model: nn.Module, batch: Any) -> Tensor:
     logits, half = model(batch.images), len(batch.images) // 2
     return F.cross_entropy(logits[:half], batch.labels[:half]) + logits[half:].square().mean()
@@ -760,6 +765,7 @@ NOTES: dict[str, tuple[Loop, str]] = {
     "the first half": (by_steps(first_half_covered, mlp), "by their places among those of a worker"),
     "a decision of Python's": (by_steps(by_a_decision, mlp), "return loss * (2 if batch.samples.double().mean() > 23"),
     "a decision of item's": (by_steps(by_a_decision_of_item, mlp), "return loss * 2 if (batch.samples.double()"),
+    "a decision on a number of item's": (by_steps(by_a_number_of_item, mlp), "if batch.samples.double().mean().item()"),
     "a loss of the first half": (by_steps(first_half_alone, mlp), "by their places among those of a worker"),
     "weights by turns": (by_steps(by_turns, mlp), "by their places among those of a worker"),
     "a quantile by NumPy": (by_steps(above_a_quantile, mlp), "`return (losses * (losses >= limit)).mean()`"),
@@ -822,7 +828,7 @@ def with_metrics(run: Any) -> None:
     """What is computed for metrics alone is not reported."""
     model = run.prepare(mlp())
     optimizer = run.prepare(SGD(model.parameters(), lr=0.1))
-    total = torch.zeros((), dtype=torch.float64)
+    total, last = torch.zeros((), dtype=torch.float64), float("inf")
     for epoch in run.epochs():
         for batch in epoch:
             logits = model(batch.images)
@@ -831,6 +837,8 @@ def with_metrics(run: Any) -> None:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
+            last = batch.samples.double().mean().item() if loss.item() < last else last
+            run.log(is_early=batch.samples.double().mean().item() > 23, last=last)
             chances = logits.softmax(1)
             run.log(
                 loss=loss,
@@ -1184,6 +1192,7 @@ REPORTED_LATER = {
     "a number after a warm-up",
     "a decision of Python's",
     "a decision of item's",
+    "a decision on a number of item's",
     "counts of classes",
     "a late hook of a weight",
 }

@@ -136,8 +136,8 @@ class OwnRay:
             socket.create_connection((host, int(port)), _ANSWER_WITHIN_S).close()
         except ConnectionRefusedError:
             return True
-        except OSError:  # it is busy, or this process has no descriptor left
-            return False
+        except OSError:
+            pass  # it is busy, or this process has no descriptor left
         return False
 
     def end_after_use(self) -> bool:

@@ -7,14 +7,15 @@ weight of a loss, a temperature or a count by ``run.total``, does no harm. The s
 step, such as a queue or targets of single images, into which each worker may have written rows of its own.
 
 Only what the user's own lines give to a call is compared, and only if a loss depends on it. So are decisions before a
-loss's backward, such as ``if loss > 2``. What belongs to single images differs between workers anyway, and is left out:
-tensors with a row for each image, and lines that run once for each image.
+loss's backward, such as ``if loss > 2`` and ``if loss.item() > 2``. What belongs to single images differs between
+workers anyway, and is left out: tensors with a row for each image, and lines that run once for each image.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -230,3 +231,48 @@ def _users_call(frame: FrameType | None) -> tuple[str, int, int] | None:
     if frame is None or not is_of_user(frame.f_code.co_filename):
         return None
     return frame.f_code.co_filename, frame.f_lineno, frame.f_lasti
+
+
+class ComparedNumber(float):
+    """A number that Python has taken out of a tensor of several images, whose comparisons are decisions.
+
+    ``note`` gets what each comparison returns, and the frame that compares. One with 0 or 1 is a guard, and not noted.
+    What is computed from the number is a plain float, and so are its copies and what is pickled.
+
+    Example::
+
+        loss_value = ComparedNumber(2.5, lambda is_true, frame: print(is_true))
+        if loss_value > 2:  # prints True
+            ...
+    """
+
+    __slots__ = ("_note",)
+    _note: Callable[[bool, FrameType], None]
+
+    def __new__(cls, value: float, note: Callable[[bool, FrameType], None]) -> ComparedNumber:
+        """Return ``value`` as a number that calls ``note`` for each comparison."""
+        number = super().__new__(cls, value)
+        number._note = note
+        return number
+
+    def __reduce__(self) -> tuple[type[float], tuple[float]]:
+        """Return what makes a plain float of the number."""
+        return float, (float(self),)
+
+    def __lt__(self, other: Any) -> Any:
+        return self._noted(other, super().__lt__(other), sys._getframe(1))
+
+    def __le__(self, other: Any) -> Any:
+        return self._noted(other, super().__le__(other), sys._getframe(1))
+
+    def __gt__(self, other: Any) -> Any:
+        return self._noted(other, super().__gt__(other), sys._getframe(1))
+
+    def __ge__(self, other: Any) -> Any:
+        return self._noted(other, super().__ge__(other), sys._getframe(1))
+
+    def _noted(self, other: Any, answer: Any, frame: FrameType) -> Any:
+        """Return the ``answer`` of a comparison with ``other``, which the note gets unless that is 0 or 1."""
+        if answer is not NotImplemented and other not in (0, 1):
+            self._note(answer, frame)
+        return answer

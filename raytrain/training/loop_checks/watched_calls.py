@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any, cast
 
 import torch
@@ -25,7 +26,7 @@ from raytrain.training.batches.batch import Batch
 from raytrain.training.exact import gather
 from raytrain.training.loop_checks.drawn_numbers import DrawnNumbers
 from raytrain.training.loop_checks.hooks_of_gradients import watched_hook
-from raytrain.training.loop_checks.loop_numbers import LoopNumbers
+from raytrain.training.loop_checks.loop_numbers import ComparedNumber, LoopNumbers
 from raytrain.training.loop_checks.mark_rules import Call, MarkRules, rows_of
 from raytrain.training.loop_checks.rows_of_images import has_rows, is_all_rows, is_part_of_rows
 from raytrain.training.loop_checks.searching import searching
@@ -158,6 +159,8 @@ class WatchedCalls(TorchFunctionMode):
             return result
         if name in ("__bool__", "item") and sources and self._is_decision(sources[0]):
             self.numbers.note_decision(result, sys._getframe(1))
+        elif name == "item" and isinstance(result, float) and sources and not rows_of(self._marks[sources[0]]):
+            return ComparedNumber(result, self._note_comparison)
         call = Call(name, args, kwargs, sources, args[0] if name == "__setitem__" else result, self._num_images)
         self._mark_result(func, call, leaves, has_gathered=gather.num_backwards > num_gathers)
         return result
@@ -280,6 +283,11 @@ class WatchedCalls(TorchFunctionMode):
         elif name in COMPARISONS and len(sources) == 2 and result.ndim == 0:
             first, second = (rows_of(self._marks[source]) for source in sources)
             self._has_compared |= bool(first and second and first != second)
+
+    def _note_comparison(self, is_true: bool, frame: FrameType) -> None:
+        """Note what Python's comparison of a number in ``frame`` returned, if the step is one that is followed."""
+        if self._is_watching and not self.is_paused:
+            self.numbers.note_decision(is_true, frame)
 
     def _is_decision(self, truth: Tensor) -> bool:
         """Return whether ``truth``, which Python asks for, compares a number of several images with a limit.
