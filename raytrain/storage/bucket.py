@@ -289,10 +289,13 @@ class BucketStore(BucketConnection, Store):  # pyright: ignore[reportIncompatibl
     def _within_lease(self, num_bytes: int = 0) -> BucketStore:
         """Return the store with a short limit for deletions and for writes of few bytes, if it has an owner.
 
-        A request that takes longer than the owner's lease could arrive after another process has become the owner.
+        A request that takes longer than the owner's lease could arrive after another process has become the owner. A
+        larger document, which is sent whole, gets the time in which a slow line carries the parts of an upload.
         """
-        is_brief = self.guard is not None and num_bytes < _BRIEF_BYTES
-        return dataclasses.replace(self, request_s=_OWNERS_REQUEST_S) if is_brief else self
+        if self.guard is None:
+            return self
+        is_brief = num_bytes < _BRIEF_BYTES
+        return dataclasses.replace(self, request_s=_OWNERS_REQUEST_S if is_brief else FEWEST_PARTS * read_timeout_s())
 
     # Listing.
 

@@ -91,7 +91,7 @@ class BucketClient:
         cloud, (bucket, root) = self._connection.cloud, bucket_and_root(self._connection.url)
         options = client_options(cloud)
         if self._connection.request_s is not None:
-            options["timeout"] = timedelta(seconds=self._connection.request_s)
+            options["timeout"] = options["read_timeout"] = timedelta(seconds=self._connection.request_s)
         if self._connection.multipart:
             # The limit until the answer begins includes the time in which a part is sent, beside the others.
             options["read_timeout"] = timedelta(seconds=FEWEST_PARTS * read_timeout_s())

@@ -18,6 +18,7 @@ from raytrain.data.images.image_format import ImageShape
 from raytrain.data.labels.folders import build_manifest
 from raytrain.demo.demo import render_digits
 from raytrain.demo.s3_server import S3Server
+from raytrain.runs.ownership import claim_run
 from raytrain.storage import bucket_client
 from raytrain.storage.clouds.s3 import S3
 from raytrain.storage.open import open_store
@@ -100,6 +101,18 @@ def test_uploads_over_a_slow_line_arrive(s3: S3Server, s3_url: str) -> None:
         assert direct.get("large") == bytes(12 << 20)
         put_small(store, 20)
         assert 2 << 20 <= line.max_small_bytes <= 5 << 20
+
+
+@pytest.mark.usefixtures("short_timeout")
+def test_a_large_document_of_an_owner_arrives_over_a_slow_line(s3: S3Server, s3_url: str) -> None:
+    def carry_slowly(request: BaseHTTPRequestHandler, body: bytes) -> None:
+        time.sleep(1.0 if len(body) > 1 << 20 else 0.0)  # twice as long as the answer to another request may take
+
+    direct, document = open_store(s3_url), bytes(8 << 20)
+    with faulty_s3(s3.endpoint_url, interfere=carry_slowly) as proxy, claim_run(direct, "run") as owner:
+        store = open_store(s3_url, cloud=S3(proxy.url, "us-east-1")).guarded(owner.claim)
+        store.fail_fast().put("metrics.jsonl", document)
+    assert direct.get("metrics.jsonl") == document
 
 
 def test_uploads_over_a_fast_line_do_not_wait_for_each_other(s3: S3Server, s3_url: str) -> None:
