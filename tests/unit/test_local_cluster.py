@@ -5,6 +5,8 @@ import os
 import secrets
 import shutil
 import stat
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -32,14 +34,40 @@ class Node:
 """
 TOO_SLOW = "The current node timed out during startup. This could happen because the GCS has become overloaded."
 
+NODE_OF = """
+import subprocess
 
-def start(folder: Path, *errors: str) -> str:
-    """The address of a cluster whose Ray raises ``errors`` at its first tries."""
+class Node:
+    def __init__(self, *args, **options):
+        self.raylet = subprocess.Popen([{raylet!r}, "20"])
+        self.gcs_address = str(self.raylet.pid)
+"""
+ENDS_SILENTLY = """
+import os, signal, sys
+from raytrain.launch.ray.own_cluster import LocalCluster
+
+cluster = LocalCluster({"PYTHONPATH": sys.argv[1]})
+raylet = int(cluster.address())
+if sys.argv[2] != "driver":
+    os.kill(raylet, signal.SIGKILL)
+if sys.argv[2] == "told":
+    cluster.close()
+os._exit(1)  # as Ray does when a call does not reach the raylet
+"""
+
+
+def put_stand_in(folder: Path, node: str) -> None:
+    """Put a Ray with this code of its node into ``folder``."""
     private = folder / "ray" / "_private"
     private.mkdir(parents=True)
     (private.parent / "__init__.py").touch()
     (private / "parameter.py").write_text("RayParams = dict")
-    (private / "node.py").write_text(NODE.format(errors=list(errors)))
+    (private / "node.py").write_text(node)
+
+
+def start(folder: Path, *errors: str) -> str:
+    """The address of a cluster whose Ray raises ``errors`` at its first tries."""
+    put_stand_in(folder, NODE.format(errors=list(errors)))
     before = dict(os.environ)
     cluster = LocalCluster({"PYTHONPATH": str(folder)})
     try:
@@ -68,6 +96,25 @@ def test_a_cluster_that_cannot_start_says_why(
     with pytest.raises(UsageError, match=sentence):
         start(tmp_path, *[error] * tries)
     assert int((tmp_path / "ray" / "_private" / "tries").read_text()) == tries
+
+
+@pytest.mark.parametrize(
+    ("killed", "name", "sentence"),
+    [
+        ("raylet", "raylet", "raytrain: Ray's process on this machine, the raylet, has died, "),
+        ("head", "gcs_server", "raytrain: Ray's head on this machine, the gcs_server, has died, "),
+        ("told", "raylet", ""),  # a driver that ends by itself has said why
+        ("driver", "raylet", ""),
+    ],
+)
+def test_a_driver_that_ray_ends_without_a_word_gets_a_sentence(
+    tmp_path: Path, killed: str, name: str, sentence: str
+) -> None:
+    os.symlink(shutil.which("sleep") or "", tmp_path / name)
+    put_stand_in(tmp_path, NODE_OF.format(raylet=str(tmp_path / name)))
+    driver = [sys.executable, "-c", ENDS_SILENTLY, str(tmp_path), killed]
+    done = subprocess.run(driver, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.stderr.startswith(sentence) and bool(done.stderr) == bool(sentence), done.stderr
 
 
 def test_a_run_that_stands_still_while_the_disk_is_full_says_so(

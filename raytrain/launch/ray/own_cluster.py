@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from raytrain.errors import UsageError, format_count
 from raytrain.launch.ray.fork_client import worker_program
 from raytrain.launch.ray.private_api import SMALL_HEAD, can_fork, loopback_environment, no_agent, variables_set
@@ -73,6 +75,10 @@ TOO_SLOW = "timed out during startup"  # Ray gives its processes 30 s, which can
 _NUM_TRIES = 3
 _MAX_FOLDER = 39  # bytes of the folder's path; the paths of Ray's sockets in it must not exceed 107
 _LOG_BYTES = 10_000_000  # of room for the logs of a run's processes
+_HEADS_PROCESSES = {
+    "raylet": "Ray's process on this machine, the raylet,",
+    "gcs_server": "Ray's head on this machine, the gcs_server,",
+}
 _OPEN_FILES = 65536  # what Ray asks for; many systems allow a process 1024 if it does not ask
 
 
@@ -137,6 +143,8 @@ class LocalCluster:
         """End the cluster, wait until its processes are gone, and restore this process's variables."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
+            self._process.stdin.write("end")
+        with contextlib.suppress(OSError):
             self._process.stdin.close()
         self._process.wait()
         self._opened.close()
@@ -146,16 +154,23 @@ class LocalCluster:
 
         It runs :func:`run_until_input_ends`.
         """
+        # It can say in the terminal why this process has ended.
+        try:
+            terminal = os.dup(2)
+        except OSError:  # standard error is closed
+            terminal = os.open(os.devnull, os.O_WRONLY)
         # The process gets a session of its own, so that a Ctrl-C in the terminal reaches only the driver.
-        return subprocess.Popen(
-            [sys.executable, "-m", "raytrain.launch.ray.own_cluster"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._stderr,
-            text=True,
-            start_new_session=True,
-            env=self._environment,
-        )
+        with open(terminal, "w"):
+            return subprocess.Popen(
+                [sys.executable, "-m", "raytrain.launch.ray.own_cluster", str(terminal)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._stderr,
+                text=True,
+                start_new_session=True,
+                env=self._environment,
+                pass_fds=[terminal],
+            )
 
 
 def temporary_folder(environment: Mapping[str, str]) -> str:
@@ -241,19 +256,33 @@ def start_head(program: str | None) -> str:
     return Head(parameters, head=True, shutdown_at_exit=True, spawn_reaper=True).gcs_address
 
 
-def run_until_input_ends() -> None:
+def run_until_input_ends(terminal: int) -> None:
     """Start the cluster, print its address, and keep it running until standard input ends.
 
-    The cluster ends with this process. Its processes may open as many files as Ray wants, if the system allows that.
+    The cluster ends with this process. Its processes may open as many files as Ray wants, if the system allows that. If
+    a process of Ray has died, and Ray has ended the driver for that without a word, a sentence is written into the file
+    descriptor ``terminal``.
     """
     # The end of standard input ends the cluster, and not a SIGINT that is sent to all processes of a command.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.set_inheritable(terminal, False)
     _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = _OPEN_FILES if hard_limit == resource.RLIM_INFINITY else min(hard_limit, _OPEN_FILES)
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard_limit))
     print(start_head(worker_program() if can_fork() else None), flush=True)
-    sys.stdin.read()
+    has_closed = bool(sys.stdin.read())  # LocalCluster.close writes a word, and a driver that has died does not
+
+    children = psutil.Process().children()
+    died = [child.name() for child in children if child.status() == psutil.STATUS_ZOMBIE]
+    with open(terminal, "w", errors="replace") as output, contextlib.suppress(OSError):
+        for name in [] if has_closed else _HEADS_PROCESSES.keys() & died:
+            print(
+                f"raytrain: {_HEADS_PROCESSES[name]} has died, as if for lack of memory, and has taken this command "
+                "along; run it again, with --resume if a run had begun to train.",
+                file=output,
+                flush=True,
+            )
 
 
 if __name__ == "__main__":
-    run_until_input_ends()
+    run_until_input_ends(int(sys.argv[1]))
