@@ -312,8 +312,12 @@ def _letter(number: int) -> str:
 
 
 def run_info_json(run: RunInfo) -> dict[str, Any]:
-    """Return one run of the list as plain values: its status, results, and those of its options that lists show."""
-    options = {name: getattr(run.config, name, None) for name in LISTED_OPTIONS}
+    """Return one run of the list as plain values: its status, results, and those of its options that lists show.
+
+    Options that the run's own loop does not use are None.
+    """
+    options = {name: getattr(run.config, name, None) for name in LISTED_OPTIONS if name not in run.unused_options}
+    options = dict.fromkeys(LISTED_OPTIONS) | options
     return plain(
         {
             "name": run.name,

@@ -7,19 +7,22 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 from raytrain.config import TrainConfig
 from raytrain.config.option_marks import Mark
 from raytrain.config.option_values import Location
 from raytrain.config.options import options_with
-from raytrain.errors import UsageError, shell_command
+from raytrain.errors import RaytrainError, UsageError, shell_command
 from raytrain.experiments.best_metric import best_metric_of
 from raytrain.experiments.scaling import images_per_s
 from raytrain.experiments.trials import names_of
 from raytrain.runs.documents import CONFIG, run_store
 from raytrain.runs.metric_row import MetricRow, own_metrics
+from raytrain.runs.metrics_history import read_metrics
+from raytrain.runs.outcome import EndStatus
 from raytrain.runs.records import RunInfo, RunRecord, read_run
 
 
@@ -99,9 +102,6 @@ def compare_records(records: Sequence[RunRecord]) -> list[ComparedRun]:
         evaluation, training = last_row(rows, "evaluation"), last_row(rows, "step")
         # Not every step has a row, so the run may have stopped after the last one.
         steps = max(record.status.step, rows[-1].step if rows else 0)
-        metric = best_metric_of(record.config)
-        values_or_none = [row.metrics.get(metric.name) for row in rows if row.kind == "evaluation"]
-        measured = [value for value in values_or_none if value is not None and not math.isnan(value)]
         compared.append(
             ComparedRun(
                 name=record.name,
@@ -109,8 +109,8 @@ def compare_records(records: Sequence[RunRecord]) -> list[ComparedRun]:
                 status=record.status.status,
                 steps=steps,
                 epochs=round(steps / record.steps_per_epoch, 2),
-                best_metric=metric.name,
-                best_value=max(measured, key=metric.score, default=None),
+                best_metric=record.best_metric,
+                best_value=_best_value(record.config, rows),
                 validation_accuracy=evaluation and evaluation.accuracy,
                 validation_loss=evaluation and evaluation.loss,
                 loss=training and training.loss,
@@ -121,6 +121,35 @@ def compare_records(records: Sequence[RunRecord]) -> list[ComparedRun]:
             )
         )
     return compared
+
+
+def with_measured(runs: Sequence[RunInfo], storage: str) -> list[RunInfo]:
+    """Return ``runs`` with what the history says of the evaluations of those that have not ended.
+
+    These have no summary yet, or that of an earlier attempt. A history that cannot be read changes nothing.
+
+    Example: ``with_measured(list_runs("./runs"), "./runs")[0].best_value``
+    """
+    measured = list(runs)
+    for index, run in enumerate(runs):
+        if run.status.step and run.status.status not in get_args(EndStatus):
+            with suppress(RaytrainError):
+                rows = read_metrics(run_store(storage, run.name).fail_fast())
+                evaluation = last_row(rows, "evaluation")
+                measured[index] = dataclasses.replace(
+                    run,
+                    validation_accuracy=evaluation and evaluation.accuracy,
+                    best_value=_best_value(run.config, rows),
+                )
+    return measured
+
+
+def _best_value(config: TrainConfig | None, rows: Sequence[MetricRow]) -> float | None:
+    """Return the best value of the metric of ``--best`` in any evaluation; None if it was never measured."""
+    metric = best_metric_of(config)
+    values = [row.metrics.get(metric.name) for row in rows if row.kind == "evaluation"]
+    measured = [value for value in values if value is not None and not math.isnan(value)]
+    return max(measured, key=metric.score, default=None)
 
 
 SortKey = Literal["heartbeat", "name", "recipe", "status", "step", "best", "accuracy", "time", "cost"]

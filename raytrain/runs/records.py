@@ -44,6 +44,7 @@ from raytrain.storage.folder import links_out
 from raytrain.storage.store import Store, StoredObject
 
 T = TypeVar("T")
+_LISTED = (CONFIG, STATUS, SUMMARY, UNUSED_OPTIONS)  # the documents that the list of runs is made of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +59,11 @@ class RunInfo:
     status: RunStatus
     validation_accuracy: float | None = None
     best_value: float | None = None
-    """The best value of the metric of ``--best``, according to the summary."""
+    """The best value of the metric of ``--best``, according to the summary, as is the accuracy."""
     seconds: float | None = None
     """Duration of all attempts, according to the summary."""
+    unused_options: tuple[str, ...] = ()
+    """Options that change nothing, because the run's own loop does not use them."""
     problems: tuple[str, ...] = ()
 
     @property
@@ -89,8 +92,6 @@ class RunRecord(RunInfo):
     metrics: list[MetricRow]
     checkpoints: list[StoredObject]
     skipped: list[SkippedImage]
-    unused_options: tuple[str, ...] = ()
-    """Options that change nothing, because the run's own loop does not use them."""
     files: list[StoredObject] = field(default_factory=list[StoredObject])
     """What the run's own loop has written into its folder."""
     provenance: tuple[Provenance, ...] = ()
@@ -122,7 +123,7 @@ def list_runs(storage: str, report: Report = warn_once) -> list[RunInfo]:
 
     store = open_store(storage)
     names = run_names(store, report)
-    documents = [store.get_many([f"{name}/{path}" for name in names]) for path in (CONFIG, STATUS, SUMMARY)]
+    documents = [store.get_many([f"{name}/{path}" for name in names]) for path in _LISTED]
     # If storage refuses the options of all runs, it is out of reach, or the keys lack the right to read.
     refusals = [config for config in documents[0] if isinstance(config, StorageError)]
     if refusals and len(refusals) == len(names):
@@ -139,7 +140,7 @@ def read_run(storage: str, name: str) -> RunRecord:
     Example: ``read_run("./runs", "digits").metrics[-1].accuracy == 0.98``
     """
     store = open_run(storage, name)
-    info = _run_info(name, *store.get_many([CONFIG, STATUS, SUMMARY]))
+    info = _run_info(name, *store.get_many(_LISTED))
     problems = [*info.problems]
 
     # The numbers of images; empty if the document cannot be used.
@@ -155,7 +156,6 @@ def read_run(storage: str, name: str) -> RunRecord:
         "checkpoints": list_checkpoints(store),
         "files": [*store.list(FILES)],
         "skipped": read_skipped(store, problems.append),
-        "unused_options": read_unused_options(store),
         "provenance": read_provenance(store, problems.append),
         "problems": tuple(problems),
     }
@@ -164,12 +164,22 @@ def read_run(storage: str, name: str) -> RunRecord:
 
 def read_unused_options(store: Store) -> tuple[str, ...]:
     """Return the options that have no effect in a run, because its own loop does not use them."""
-    unused: Any = read_json(store, UNUSED_OPTIONS).get("options")
-    return tuple(unused) if matches(unused, list[str]) else ()
+    return _names_of_options(read_json(store, UNUSED_OPTIONS))
 
 
-def _run_info(name: str, config: bytes | Exception, status: bytes | Exception, summary: bytes | Exception) -> RunInfo:
-    """Return a run of the list from the contents of three documents, each of which may be an exception instead."""
+def _names_of_options(document: dict[str, Any]) -> tuple[str, ...]:
+    names: Any = document.get("options")
+    return tuple(names) if matches(names, list[str]) else ()
+
+
+def _run_info(
+    name: str,
+    config: bytes | Exception,
+    status: bytes | Exception,
+    summary: bytes | Exception,
+    unused: bytes | Exception,
+) -> RunInfo:
+    """Return a run of the list from the contents of four documents, each of which may be an exception instead."""
     # Parse each document by itself, because one may be damaged and the others not.
     problems: list[str] = []
     options = _parse_document(
@@ -183,6 +193,7 @@ def _run_info(name: str, config: bytes | Exception, status: bytes | Exception, s
         name=name,
         config=options,
         status=parse_status(progress, problems.append),
+        unused_options=_names_of_options(_parse_document(UNUSED_OPTIONS, unused, parse_object, problems.append) or {}),
         problems=tuple(problems),
         **{key: value for key, value in numbers.items() if isinstance(value, float)},
     )

@@ -36,8 +36,8 @@ def step_rows(first: int, last: int, **metrics: float) -> list[MetricRow]:
     ]
 
 
-def evaluation_row(step: int) -> MetricRow:
-    return MetricRow(kind="evaluation", step=step, epoch=1, metrics={"accuracy": 0.5, "loss": 2.0})
+def evaluation_row(step: int, accuracy: float = 0.5) -> MetricRow:
+    return MetricRow(kind="evaluation", step=step, epoch=1, metrics={"accuracy": accuracy, "loss": 2.0})
 
 
 def result(store: Store, **more: Any) -> TrainResult:

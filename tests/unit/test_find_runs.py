@@ -29,6 +29,7 @@ from raytrain.runs.documents import (
     METRICS,
     SUMMARY,
     SWEEP,
+    UNUSED_OPTIONS,
     encode_lines,
     open_run,
     read_config,
@@ -355,6 +356,38 @@ def test_runs_are_listed_with_the_best_value_of_what_each_is_judged_by(tmp_path:
     assert "loss 0.2500" in " ".join(lines["a"]) and "MulticlassCohenKappa -0.5000" in " ".join(lines["b"])
     [alone] = (run for run in both if run.name == "a")
     assert ["best", "last"] in shown(runs_table([alone], "runs")), "above loss and accuracy"
+
+
+def listed(storage: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, Any]]:
+    """What `raytrain runs --json` says of each run."""
+    assert main(["runs", "--json", "--storage", str(storage)]) == 0
+    return {run["name"]: run for run in json.loads(capsys.readouterr().out.splitlines()[-1])["runs"]}
+
+
+def test_the_list_shows_what_a_run_that_trains_or_was_killed_has_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, status in (("trains", "running"), ("killed", "interrupted"), ("over", "finished")):
+        store = stored(tmp_path, name, status=status)
+        put_rows(store, [*step_rows(1, 5), evaluation_row(5, accuracy=0.75), evaluation_row(9, accuracy=0.5)])
+        write_json(store, SUMMARY, {"validation_accuracy": 0.25, "best_value": 0.25})  # of an earlier attempt
+    runs = listed(tmp_path, capsys)
+    assert {name: (run["best_value"], run["validation_accuracy"]) for name, run in runs.items()} == {
+        "trains": (0.75, 0.5),
+        "killed": (0.75, 0.5),
+        "over": (0.25, 0.25),
+    }
+
+
+def test_the_list_has_no_option_that_a_loop_of_ones_own_does_not_use(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("own", "built-in"):
+        stored(tmp_path, name, learning_rate=0.1)
+    write_json(run_store(str(tmp_path), "own"), UNUSED_OPTIONS, {"options": ["learning_rate", "optimizer"]})
+    runs = listed(tmp_path, capsys)
+    assert (runs["built-in"]["learning_rate"], runs["built-in"]["optimizer"]) == (0.1, "sgd")
+    assert (runs["own"]["learning_rate"], runs["own"]["optimizer"], runs["own"]["batch_size"]) == (None, None, 256)
 
 
 def test_runs_are_compared_by_the_best_value_of_what_each_is_judged_by(tmp_path: Path) -> None:

@@ -42,10 +42,10 @@ def runs(
     Example: raytrain runs --filter recipe=cifar10 status=finished --sort best
     """
     from raytrain.display.run_tables import run_info_json, runs_table
-    from raytrain.experiments.compare import sort_runs
+    from raytrain.experiments.compare import sort_runs, with_measured
     from raytrain.runs.records import list_runs, select_runs
 
-    listed = sort_runs(select_runs(list_runs(storage), filter), sort)
+    listed = sort_runs(with_measured(select_runs(list_runs(storage), filter), storage), sort)
     document = {"storage": storage, "runs": [run_info_json(run) for run in listed]}
     return CommandResult(runs_table(listed, storage, filtered=bool(filter), sorted_by=sort), document)
 
