@@ -122,14 +122,15 @@ def run_demo(storage: str = "./runs", workers: int = 2, images: str = IMAGES) ->
     """Train on digits from a local S3 server, which stops with the run; takes about a minute on two cores.
 
     The digits stay in the folder ``images``, and the run in the folder ``storage``, as ``demo``, ``demo-2``, …
-    Raises UsageError if ``storage`` is not a folder, StorageError if the digits cannot be written, and what
-    :func:`raytrain.launch.train.train` raises.
+    Raises UsageError if ``storage`` is not a folder or this machine has no room for the ``workers``, StorageError if
+    the digits cannot be written, and what :func:`raytrain.launch.train.train` raises.
 
     Example: ``run_demo(storage="./runs").validation_accuracy``
     """
     from raytrain.datasets.upload import upload
     from raytrain.demo.s3_server import S3Server
     from raytrain.display.terminal import TerminalView
+    from raytrain.launch.placement import check_room, machine_hardware
     from raytrain.launch.train import train
     from raytrain.recipes import digits
 
@@ -149,6 +150,7 @@ def run_demo(storage: str = "./runs", workers: int = 2, images: str = IMAGES) ->
         warmup_epochs=1,
         translate=2,
     )
+    check_room(config, machine_hardware())
     console = Console()
     console.print(f"Drawing 5,000 digits into {images}/", highlight=False)
     render_digits(images)

@@ -63,6 +63,12 @@ def test_s3_as_storage_of_the_demo_is_refused() -> None:
         demo.run_demo(storage="s3://bucket/runs")
 
 
+def test_too_many_workers_are_refused_before_a_digit_is_drawn(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--workers is 9999, and this machine has"):
+        demo.run_demo(str(tmp_path / "runs"), workers=9999, images=str(tmp_path / "images"))
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_summary_has_accuracy_locations_and_valid_commands(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
