@@ -234,13 +234,21 @@ def test_test_images_in_a_folder_that_is_no_class_are_refused(tmp_path: Path) ->
     "names",
     [("train", "test"), ("train2017", "val2017"), ("train", "test1"), ("trainA", "testA", "trainB", "testB")],
 )
-def test_training_and_test_images_without_classes_are_no_classes(names: tuple[str, ...], tmp_path: Path) -> None:
-    fill(tmp_path / "a", *(f"{name}/{number}.png" for name in names for number in range(5)))
+@pytest.mark.parametrize("path", ["{0}/{1}.png", "{0}/{0}/{1}.png"])
+def test_training_and_test_images_without_classes_are_no_classes(
+    names: tuple[str, ...], path: str, tmp_path: Path
+) -> None:
+    fill(tmp_path / "a", *(path.format(name, number) for name in names for number in range(5)))
     with pytest.raises(
         UsageError,
         match=rf"{names[0]}/ and {names[1]}/ without class folders; .*--validation-data .* and the classes with",
     ):
         opened(tmp_path / "a")
+
+
+def test_a_class_called_as_its_part_keeps_the_images_in_folders_of_its_own(tmp_path: Path) -> None:
+    data = opened(tree(tmp_path / "a", "train/car", "train/train", "train/train/steam", "test/car", "test/train"))
+    assert counts(data) == {"car": (4, 4), "train": (8, 4)}
 
 
 def test_an_image_beside_the_classes_makes_no_class_of_the_training_folder(tmp_path: Path) -> None:

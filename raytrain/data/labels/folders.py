@@ -221,6 +221,10 @@ def read_folders(keys: Sequence[str], url: str) -> FolderLabels:
     if paths:  # sentences name folders below the one that all images share
         url = "/".join([url.rstrip("/"), *all_folders[0][: len(all_folders[0]) - len(paths[0])]])
     tops = {path[0] for path in paths if path}
+
+    # Archives unpack as seg_train/seg_train/cat: skip a folder that all images of the one above it are in, by its name.
+    doubled = set(filter(is_part, tops)) - {path[0] for path in paths if path[:1] != path[1:2]}
+    paths = [path[1:] if path and path[0] in doubled else path for path in paths]
     check_top_names(keys, paths, tops, url)
 
     # The folders may be train/cat, or else cat/train, or else cat alone.
@@ -270,10 +274,8 @@ def _parts_above_classes(paths: list[tuple[str, ...]], tops: set[str], url: str)
     train, last = folder_of["train"], held_out[-1]
     beside_parts = sorted(top for top in tops if not is_part(top))
 
-    # Their classes are the folders in them. Archives unpack as seg_train/seg_train/cat: the second of two folders of
-    # the same name is skipped, and so are folders that all images share, as in train/images/cat.
-    below_parts = [path[2:] if len(path) > 2 and path[1] == path[0] else path[1:] for path in paths]
-    below_parts = _below_shared_folders(below_parts)
+    # Their classes are the folders in them, below those that all images share, as in train/images/cat.
+    below_parts = _below_shared_folders([path[1:] for path in paths])
 
     # A large part may come in numbered folders, such as train.X1 and train.X2: all are used, under the first name.
     if numbered := numbered_names(names_of):
