@@ -388,6 +388,25 @@ def test_folders_that_are_all_parts_are_no_classes(names: tuple[str, ...], tmp_p
 
 
 @pytest.mark.parametrize(
+    ("names", "folder"),
+    [
+        (("train/cat", "train/dog", "predict"), "train"),
+        (("seg_train/seg_train/cat", "seg_train/seg_train/dog", "seg_pred/seg_pred"), "seg_train"),
+        (("train/cat", "train/dog", "more/cat"), "train"),
+        (("birds/owl", "birds/duck", "test"), "birds"),
+        (("data_256/a/airfield", "data_256/b/beach", "val_256", "test_256"), "data_256"),
+        (("data/cat", "data/dog", "data/owl", "test/cat", "test/dog"), "data"),
+    ],
+)
+def test_a_folder_of_classes_beside_parts_is_no_class(names: tuple[str, ...], folder: str, tmp_path: Path) -> None:
+    data = tree(tmp_path / "a", *names)
+    with pytest.raises(UsageError, match=rf"probably parts .*; give --data {data}/{folder}, or, if .* --data") as told:
+        opened(data)
+    pattern = str(told.value).split("'")[1]
+    assert folder in counts(opened(data, label_pattern=pattern, validation_fraction=0.25))
+
+
+@pytest.mark.parametrize(
     "names",
     [
         ("2024-01-03", "2024-02-28"),

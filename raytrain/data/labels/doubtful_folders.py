@@ -113,19 +113,39 @@ def _pattern_of_parts(names: Collection[str]) -> str | None:
     return None
 
 
-def check_only_parts(paths: list[tuple[str, ...]], tops: set[str], url: str) -> None:
-    """Raise UsageError if all top folders are parts, such as bounding_box_train/, query/ and gallery/."""
+def below_shared_folders(paths: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Return the folders of each image without the leading ones that all share; every image keeps at least one."""
+    while paths and all(len(path) > 1 and path[0] == paths[0][0] for path in paths):
+        paths = [path[1:] for path in paths]
+    return paths
+
+
+def check_parts(paths: list[tuple[str, ...]], tops: set[str], url: str) -> None:
+    """Raise UsageError if top folders are parts: all by their names, as bounding_box_train/ and gallery/ are, or one
+    that holds class folders, as in train/cat, train/dog and predict/, or in birds/cat, birds/dog and test/.
+    """
     names = sorted(tops - {""})
     if len(names) < 2 or not any(map(is_part, names)):
         return
-    if not all(is_part(name) or _OTHER_PARTS.fullmatch(name.lower()) or is_beside_classes(name) for name in names):
+
+    # The folder to train on is the one of training images, or the only one that is no part, or else a part.
+    others = [name for name in names if not is_part(name) and not _OTHER_PARTS.fullmatch(name.lower())]
+    candidates = others if len(others) == 1 else filter(is_part, names)
+    part = next(filter(is_training, names), next(iter(candidates)))
+    below = below_shared_folders([path[1:] for path in paths if path[:1] == (part,)])
+    holds_classes = len(set(below)) > 1 and all(below)
+
+    # Say what to give if they are classes all the same, such as a train/ with kinds of trains beside plane/.
+    if all(is_part(name) or _OTHER_PARTS.fullmatch(name.lower()) or is_beside_classes(name) for name in names):
+        are, advice = "are", "" if any(below) else ", and the classes with --labels or --label-pattern"
+    elif holds_classes:
+        pattern = "(?P<label>[^/]+)/"
+        are, advice = "are probably", f", or, if these are classes, --data {url} --label-pattern '{pattern}'"
+    else:
         return
-    part = next(filter(is_training, names), next(filter(is_part, names)))
-    has_classes = any(path[0] == part and len(path) > 1 for path in paths if path)
-    advice = "" if has_classes else ", and the classes with --labels or --label-pattern"
     raise UsageError(
-        f"The folders {first_names(names)} of {url} are parts of a data set, and no classes; give --data {url}/{part}"
-        f"{advice}."
+        f"The folders {first_names(names)} of {url} {are} parts of a data set, and no classes; give --data "
+        f"{url}/{part}{advice}."
     )
 
 

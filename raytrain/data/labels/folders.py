@@ -22,9 +22,10 @@ import numpy as np
 
 from raytrain.data.labels.class_names import check_classes, composed, plain_booleans, report_alike
 from raytrain.data.labels.doubtful_folders import (
+    below_shared_folders,
     check_alphabet,
     check_linked_classes,
-    check_only_parts,
+    check_parts,
     check_repeated,
     check_top_names,
     is_beside_classes,
@@ -217,7 +218,7 @@ def read_folders(keys: Sequence[str], url: str) -> FolderLabels:
     """
     report_masks(keys, url)
     all_folders = [tuple(composed(key).split("/")[:-1]) for key in keys]
-    paths = _below_shared_folders(all_folders)
+    paths = below_shared_folders(all_folders)
     if paths:  # sentences name folders below the one that all images share
         url = "/".join([url.rstrip("/"), *all_folders[0][: len(all_folders[0]) - len(paths[0])]])
     tops = {path[0] for path in paths if path}
@@ -230,7 +231,7 @@ def read_folders(keys: Sequence[str], url: str) -> FolderLabels:
     # The folders may be train/cat, or else cat/train, or else cat alone.
     labels = _parts_above_classes(paths, tops, url) or _parts_below_classes(paths, url)
     if labels is None:
-        check_only_parts(paths, tops, url)
+        check_parts(paths, tops, url)
         check_alphabet(paths, url)
         check_repeated(paths, url)
         labels = FolderLabels(tuple(path[0] if path else "" for path in paths))
@@ -249,14 +250,7 @@ def read_folders(keys: Sequence[str], url: str) -> FolderLabels:
 
 def top_folders(keys: Iterable[str]) -> list[str]:
     """Return the topmost folder of each key, below the folders that all keys share; empty for a key in no folder."""
-    return [path[0] if path else "" for path in _below_shared_folders([tuple(key.split("/")[:-1]) for key in keys])]
-
-
-def _below_shared_folders(paths: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Return the folders of each image without the leading ones that all share; every image keeps at least one."""
-    while paths and all(len(path) > 1 and path[0] == paths[0][0] for path in paths):
-        paths = [path[1:] for path in paths]
-    return paths
+    return [path[0] if path else "" for path in below_shared_folders([tuple(key.split("/")[:-1]) for key in keys])]
 
 
 def _parts_above_classes(paths: list[tuple[str, ...]], tops: set[str], url: str) -> FolderLabels | None:
@@ -275,7 +269,7 @@ def _parts_above_classes(paths: list[tuple[str, ...]], tops: set[str], url: str)
     beside_parts = sorted(top for top in tops if not is_part(top))
 
     # Their classes are the folders in them, below those that all images share, as in train/images/cat.
-    below_parts = _below_shared_folders([path[1:] for path in paths])
+    below_parts = below_shared_folders([path[1:] for path in paths])
 
     # A large part may come in numbered folders, such as train.X1 and train.X2: all are used, under the first name.
     if numbered := numbered_names(names_of):
