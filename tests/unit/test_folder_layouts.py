@@ -83,6 +83,7 @@ def test_folders_that_all_images_share_are_no_classes(tmp_path: Path) -> None:
         ("{}/{}", ("2024", "2025"), ("cat", "dog")),
         ("shared/{}/{}", ("cat", "dog"), ("001", "002")),
         ("{}/train/{} {}/test/{}", ("cat", "dog"), ("depth", "rgb")),
+        ("{}/images/{}", ("amazon", "dslr"), ("bike", "mug")),
     ],
 )
 def test_folders_that_repeat_below_each_other_are_refused_with_the_patterns_of_both(

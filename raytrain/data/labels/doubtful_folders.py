@@ -174,6 +174,12 @@ def check_repeated(paths: list[tuple[str, ...]], url: str, *, without: str = "")
     In site1/cat, site1/dog, site2/cat and site2/dog, either the sites or the animals may be the classes. ``without`` is
     the regular expression of a folder that ``paths`` lack behind the topmost ones.
     """
+    # As in amazon/images/cat and dslr/images/cat, all top folders may hold one folder, with what is in question in it.
+    below = below_shared_folders([path[1:] for path in paths])
+    shared = paths[0][1 : len(paths[0]) - len(below[0])] if paths else ()
+    without += "".join(f"{re.escape(folder)}/" for folder in shared)
+    paths = [path[:1] + rest for path, rest in zip(paths, below, strict=True)]
+
     # The folders in each top folder, in one pass over all paths: there may be 10⁵ classes of 10⁷ images.
     folders_in: dict[str, set[str]] = {top: set() for top in sorted({path[0] for path in paths if path})}
     tops = list(folders_in)
