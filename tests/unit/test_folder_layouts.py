@@ -157,14 +157,23 @@ def test_two_kinds_of_training_images_are_refused_and_not_half_of_them_used(tmp_
     assert len(opened(tree(tmp_path / "b", *places)).train) == 8, "one of them says nothing but the part"
 
 
+@pytest.mark.parametrize(
+    "names",
+    [("train", "val", "test"), ("training", "validation", "evaluation"), ("Training", "PublicTest", "PrivateTest")],
+)
 @pytest.mark.parametrize("layout", ["{part}/{name}", "{name}/{part}"])
-def test_three_folders_are_three_parts(layout: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    parts = [layout.format(part=part, name=name) for part in ("train", "val", "test") for name in ("cat", "dog")]
-    data = opened(tree(tmp_path / "a", *parts, count=2))
-    for images, part in ((data.train, "train"), (data.validation, "val"), (data.test, "test")):
-        assert images is not None and len(images) == 4
-        assert {part} == {part for part in ("train", "val", "test") for key in images.keys.to_pylist() if part in key}
-    assert "training on 4 in train/, validating on 4 in val/, testing at the end on 4 in test/" in caplog.text
+def test_three_folders_are_three_parts(
+    layout: str, names: tuple[str, str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = opened(
+        tree(tmp_path / "a", *(layout.format(part=part, name=name) for part in names for name in ("cat", "dog")))
+    )
+    for images, part in zip((data.train, data.validation, data.test), names, strict=True):
+        assert images is not None and len(images) == 8
+        assert all(part in key.split("/") for key in images.keys.to_pylist())
+    train, validation, test = names
+    shown = f"training on 8 in {train}/, validating on 8 in {validation}/, testing at the end on 8 in {test}/"
+    assert shown in caplog.text
 
 
 def test_classes_that_nothing_measures_are_reported_for_each_part(

@@ -17,6 +17,7 @@ _OF_IMAGES = r"(set|data|images|imgs)?s?\d*[ab]?"  # trainA and trainB are of tw
 _TRAIN = re.compile(r"(train|training|trainval)" + _OF_IMAGES)
 _TEST = re.compile(r"(public|private)?(test|testing)" + _OF_IMAGES)
 _VALIDATION = re.compile(r"(val|valid|validation|validate|eval|evaluation|dev|holdout|heldout)" + _OF_IMAGES)
+_LAST = re.compile(r"(eval|evaluation|holdout|heldout|private|privatetest)" + _OF_IMAGES)
 _WORDS = re.compile(r"[ _.-]+")
 _NUMBER = re.compile(r"[ _.-]*\d+$")
 
@@ -49,6 +50,8 @@ def names_of_parts(names: Iterable[str]) -> dict[Part, tuple[str, ...]]:
 
     >>> names_of_parts(["train", "val", "extra"])
     {'train': ('train',), 'validation': ('val',)}
+    >>> names_of_parts(["training", "validation", "evaluation"])
+    {'train': ('training',), 'validation': ('validation',), 'test': ('evaluation',)}
     """
     ordered = sorted(set(names))
     kinds: dict[Part, re.Pattern[str]] = {"train": _TRAIN, "validation": _VALIDATION, "test": _TEST}
@@ -56,6 +59,14 @@ def names_of_parts(names: Iterable[str]) -> dict[Part, tuple[str, ...]]:
     for part, kind in kinds.items():
         if names_of_part := tuple(name for name in ordered if _has_word(kind, name)):
             names_of[part] = names_of_part
+
+    # Of validation and evaluation, as in Food-11, or PublicTest and PrivateTest, as in FER2013, the second is the test.
+    if len(names_of.keys() & HELD_OUT) == 1:
+        held_out = next(names for part, names in names_of.items() if part != "train")
+        last = tuple(name for name in held_out if _has_word(_LAST, name))
+        if 0 < len(last) < len(held_out):
+            names_of.pop("test", None)
+            names_of |= {"validation": tuple(name for name in held_out if name not in last), "test": last}
     return names_of
 
 
