@@ -86,6 +86,9 @@ class ImageLoader:
     cannot be read, which are left out, logged, and listed in ``skipped``. A process that has no image in a step gets a
     black placeholder, whose ``num_used`` is 0; networks of :func:`raytrain.parallel` count it as nothing.
 
+    If images are mixed (``mixup``, ``cutmix``), or have several classes, their classes are ``batch.targets``, (m, C).
+    Training batches do not unpack into a pair then: write ``for batch in loader``.
+
     Args:
         data: training images: a folder or a URL (s3://…, gs://…, az://…), as ``--data`` of ``raytrain train``.
         batch_size: number of images in a global batch, of all processes together; a whole number.

@@ -306,6 +306,18 @@ def test_tensors_after_the_last_batch_are_not_taken_for_its_images(images: Path)
             assert all(images_of_tensors.known_or_expected(copied, rows) is None for copied, rows in own)
 
 
+def test_mixed_images_come_in_no_pair_with_labels(images: Path) -> None:
+    def unpacked(batch: raytrain.Batch) -> Tensor:
+        _, labels = batch
+        return labels
+
+    (loader,) = loaders(images, 1, mixup=0.2)
+    for take in (unpacked, lambda batch: batch[1]):
+        with pytest.raises(UsageError, match=r"take batch\.images and batch\.targets by their names"):
+            take(next(iter(loader)))
+        assert all(take(batch).ndim == 1 for batch in loader.validation)  # which are not mixed
+
+
 def test_images_are_not_mixed_over_processes_that_cannot_talk(images: Path) -> None:
     for option in ("mixup", "cutmix"):
         one, _ = loaders(images, 2, **{option: 0.2})

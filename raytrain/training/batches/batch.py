@@ -17,6 +17,11 @@ from raytrain.training.exact import images_of_tensors
 from raytrain.training.exact.images_of_tensors import LocalImages
 
 BATCH_HAS = "images, labels, targets, samples, step, epoch and num_used"  # as sentences name it
+_SEVERAL_CLASSES = (
+    "The loop takes images and labels from a batch as a pair, and an image may have several classes, which are in "
+    "batch.targets, (m, C), and not in the labels: write `for batch in loader`, and take batch.images and "
+    "batch.targets by their names."
+)
 
 
 @dataclass(frozen=True)
@@ -51,27 +56,39 @@ class Batch:
         """Yield the images and the labels, like a pair from torch's ``DataLoader``.
 
         A loop may copy the images before it gives them to a network, so a tensor with as many rows is then taken for
-        them. Raises UsageError if the loop assigns them to another number of names than two.
+        them. Raises UsageError if the loop assigns them to another number of names than two; and, without a run, in
+        training, if ``targets`` says more than the labels.
         """
         # Python's own message does not say what a batch has. Each instruction is its number and its argument.
         frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
         operation, num_names = frame.f_code.co_code[frame.f_lasti :][:2]
-        if dis.opname[operation] == "UNPACK_SEQUENCE" and num_names != 2:
-            raise UsageError(
-                f"The loop takes {num_names} things from a batch, as from a data set of its own; a batch gives two, "
-                f"images and labels, and has {BATCH_HAS}: batch.samples are the indices of the images."
-            )
+        if dis.opname[operation] == "UNPACK_SEQUENCE":
+            if num_names != 2:
+                raise UsageError(
+                    f"The loop takes {num_names} things from a batch, as from a data set of its own; a batch gives "
+                    f"two, images and labels, and has {BATCH_HAS}: batch.samples are the indices of the images."
+                )
+            self._check_labels_suffice()
         images_of_tensors.expect(self.images)
         return iter((self.images, self.labels))
 
     def __getitem__(self, index: int | str) -> Tensor:
         """Return the images for 0 and the labels for 1, like a pair from torch's ``DataLoader``.
 
-        Raises UsageError for a name, by which other loaders give parts of a batch.
+        Raises UsageError for a name, by which other loaders give parts of a batch, and where unpacking the pair does.
         """
         if isinstance(index, str):
             raise UsageError(f"The loop takes batch[{index!r}]; a batch has attributes, as batch.images: {BATCH_HAS}.")
+        self._check_labels_suffice()
         return tuple(self)[index]
+
+    def _check_labels_suffice(self) -> None:
+        """Raise UsageError if a loop without a run would train with labels although the batch has other targets.
+
+        A run has its own check, of the loop's code (:mod:`raytrain.training.loop_checks.unused_options`).
+        """
+        if self.targets.ndim == 2 and self.part == "train" and self.begin_microbatch is None:
+            raise UsageError(_SEVERAL_CLASSES)
 
     def to(self, *device: Any, **options: Any) -> Batch:
         """Return the batch with its tensors moved like ``Tensor.to``; trainers of other libraries call this."""
