@@ -318,6 +318,16 @@ def test_mixed_images_come_in_no_pair_with_labels(images: Path) -> None:
         assert all(take(batch).ndim == 1 for batch in loader.validation)  # which are not mixed
 
 
+def test_a_batch_of_another_type_has_the_same_labels_and_samples(images: Path) -> None:
+    (loader,) = loaders(images, 1, cutmix=1.0)
+    batch = next(iter(loader))
+    moved = batch.to("cpu", torch.bfloat16, memory_format=torch.channels_last)
+    assert moved.images.dtype == moved.targets.dtype == torch.bfloat16
+    assert moved.images.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(moved.labels, batch.labels)
+    assert torch.equal(moved.samples, batch.samples)
+
+
 def test_images_are_not_mixed_over_processes_that_cannot_talk(images: Path) -> None:
     for option in ("mixup", "cutmix"):
         one, _ = loaders(images, 2, **{option: 0.2})

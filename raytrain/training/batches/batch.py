@@ -91,9 +91,16 @@ class Batch:
             raise UsageError(_SEVERAL_CLASSES)
 
     def to(self, *device: Any, **options: Any) -> Batch:
-        """Return the batch with its tensors moved like ``Tensor.to``; trainers of other libraries call this."""
-        names = "images", "labels", "targets", "samples"
-        return replace(self, **{name: getattr(self, name).to(*device, **options) for name in names})
+        """Return the batch with its tensors moved like ``Tensor.to``; trainers of other libraries call this.
+
+        A type, such as bfloat16, and a memory format are those of the images; labels and samples stay int64.
+        """
+        images = self.images.to(*device, **options)
+        waits = {"non_blocking": options.get("non_blocking", False)}
+        labels, samples = (tensor.to(images.device, **waits) for tensor in (self.labels, self.samples))
+        dtype = images.dtype if self.targets.is_floating_point() else None
+        targets = self.targets.to(images.device, dtype, **waits)
+        return replace(self, images=images, labels=labels, targets=targets, samples=samples)
 
     def microbatches(self) -> Iterator[Batch]:
         """Yield this worker's slice of each microbatch that ``--accumulate`` asks for, in order.
