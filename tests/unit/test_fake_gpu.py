@@ -37,6 +37,7 @@ from raytrain.training.metrics import machine_meter, sample_margins, step_metric
 from raytrain.training.metrics.step_metrics import StepMetrics, StepTotals
 from raytrain.training.networks.loss import Loss
 from raytrain.training.networks.model import build_model
+from raytrain.training.networks.weight_average import WeightAverage
 from raytrain.training.protocols import Worker
 from raytrain.training.run import Run
 from tests.gpu.same import OPTIONS
@@ -153,6 +154,13 @@ def test_randaugment_of_a_batch_of_any_size_is_at_most_300_calls(num_images: int
     with FakeTensorMode(allow_non_fake_inputs=True), Calls() as calls:
         augmentation(torch.zeros(num_images, 3, 224, 224, dtype=torch.uint8, device=GPU), range(num_images))
     assert calls.num <= 300
+
+
+def test_an_average_of_weights_takes_two_calls_for_a_network_of_any_size() -> None:
+    average = WeightAverage(build_model("resnet18", 10, 3, 0), 0.9)
+    with Calls() as calls:
+        average.update(step=0)
+    assert calls.num == 2
 
 
 @pytest.mark.parametrize("options", [{"mixup": 0.2}, {"cutmix": 1.0}], ids=str)

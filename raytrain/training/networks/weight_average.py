@@ -57,11 +57,17 @@ class WeightAverage:
             raise UsageError(f"WeightAverage.update got a {type(step).__name__}; give it batch.step.")
         decay = min(self._decay, (1 + step) / (10 + step))
         averages, sources = ((*model.parameters(), *model.buffers()) for model in (self.model, self.source))
+        # One call averages all tensors, and one copies all others: a call for each would keep a GPU waiting.
+        averaged: tuple[list[Tensor], list[Tensor]] = [], []
+        copied: tuple[list[Tensor], list[Tensor]] = [], []
         for average, source in zip(averages, sources, strict=True):
-            if average.is_floating_point() or average.is_complex():
-                average.lerp_(source, 1 - decay)
-            else:
-                average.copy_(source)
+            of_average, of_source = averaged if average.is_floating_point() or average.is_complex() else copied
+            of_average.append(average)
+            of_source.append(source)
+        if averaged[0]:
+            torch._foreach_lerp_(*averaged, 1 - decay)  # pyright: ignore[reportPrivateImportUsage]
+        if copied[0]:
+            torch._foreach_copy_(*copied)  # pyright: ignore[reportPrivateImportUsage]
 
     def state_dict(self) -> StateDict:
         """Return the averaged weights, by the names that they have in the network."""
