@@ -163,6 +163,21 @@ def test_an_average_of_weights_takes_two_calls_for_a_network_of_any_size() -> No
     assert calls.num == 2
 
 
+def test_what_a_step_counts_takes_few_kernels() -> None:
+    cpu = torch.device("cpu")
+    numbers = torch.zeros(4, dtype=torch.int64)
+    step = Batch(torch.zeros(4, 3, 8, 8), numbers, numbers, numbers, 0, 0, 4, (4,))
+    margins, metrics = sample_margins.SampleMargins(10, 10, Worker(0, 1, cpu)), StepMetrics(Worker(0, 1, cpu), print, 0)
+    margins.begin(step)
+    metrics.log({"loss": (torch.zeros(()), 4)}, counts=True)
+    with Calls() as calls:
+        metrics.log({"loss": (torch.zeros(()), 4)}, counts=True)
+    assert calls.num <= 6
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        margins.add(torch.zeros(4, 10), numbers)
+    assert sum(event.name.startswith("aten::") for event in profile.events() or ()) <= 60  # also within others
+
+
 @pytest.mark.parametrize("options", [{"mixup": 0.2}, {"cutmix": 1.0}], ids=str)
 def test_images_are_mixed_where_they_are(options: dict[str, Any]) -> None:
     with on_a_gpu() as call:

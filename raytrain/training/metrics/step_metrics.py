@@ -254,7 +254,7 @@ class StepMetrics:
         if len(numerators) == len(values) and tuple(values) == self._names:
             numerators_on_device = [numerator.detach().to(device) for numerator in numerators]
             scalars = [numerator.reshape(()) if numerator.ndim else numerator for numerator in numerators_on_device]
-            self._logged[0, : len(values)] += torch.stack(scalars)
+            self._logged[0, : len(values)].add_(torch.stack(scalars))  # +=, on a part, would copy it onto itself, too
             for name, (_, denominator) in values.items():
                 self._host_denominators[name] = self._host_denominators.get(name, 0.0) + float(denominator)
             return
@@ -269,7 +269,7 @@ class StepMetrics:
         ]  # float64 () each
         columns = torch.stack(numbers).view(-1, 2).T  # (2, number of values)
         if tuple(values) == self._names:
-            self._logged[:, : len(values)] += columns
+            self._logged[:, : len(values)].add_(columns)
         else:
             self._logged[:, [self._names.index(name) for name in values]] += columns
 
