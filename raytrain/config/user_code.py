@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import linecache
 import os
+import re
 import sys
 import sysconfig
 import traceback
@@ -20,6 +21,8 @@ _LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdli
 _PACKAGE_FOLDERS = ("/site-packages/", "/dist-packages/")  # also those of `pip install --user`, and Debian's own
 _MAX_LINE_CHARS = 120  # of a line of code that an error shows
 _MAX_MESSAGE_CHARS = 1000  # of an exception's message: some hold the values of an array
+# Messages of torch's other errors: of the CPU, and of CUDA's libraries, which allocate memory of their own.
+_LACKS_MEMORY = re.compile(r"can't allocate memory|(?i:cuda)\b.*out of memory|_ALLOC(ATION)?_FAILED", re.DOTALL)
 _NOT_TRANSIENT = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
 
 
@@ -131,5 +134,5 @@ def restart_may_help(error: BaseException) -> bool:
 
 def lacks_memory(error: BaseException) -> bool:
     """Return True if ``error`` says that there is too little memory, of a GPU or of the machine."""
-    is_of_gpu = type(error).__name__ == "OutOfMemoryError"  # torch's; for the CPU it has a RuntimeError
-    return is_of_gpu or isinstance(error, MemoryError) or "can't allocate memory" in str(error)
+    is_of_torch = type(error).__name__ == "OutOfMemoryError"
+    return is_of_torch or isinstance(error, MemoryError) or _LACKS_MEMORY.search(str(error)) is not None

@@ -14,6 +14,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
+from raytrain.config.user_code import lacks_memory
 from raytrain.data.plan.partition import Partition
 from raytrain.errors import OutOfMemory, RaytrainError, UsageError
 from raytrain.training.networks.mixed_precision import mixed_precision
@@ -50,7 +51,9 @@ def _fits(run: Run, num_microbatches: int) -> bool:
     fits = True
     try:
         _try_step(run, num_images)
-    except torch.OutOfMemoryError:
+    except Exception as error:
+        if not lacks_memory(error):
+            raise
         fits = False
     gc.collect()  # not in the except block, where the exception still refers to the tensors
     if torch.cuda.is_available():

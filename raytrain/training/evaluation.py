@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from raytrain.config.evaluation import TestView
-from raytrain.config.user_code import describe
+from raytrain.config.user_code import describe, lacks_memory
 from raytrain.errors import UsageError, format_count
 from raytrain.training.metrics.evaluation_metrics import (
     DEFAULT_THRESHOLD,
@@ -182,9 +182,9 @@ def check_built_in_evaluation(run: Run) -> None:
     try:
         with torch.no_grad(), run.models.evaluating():
             logits: object = network(images)
-    except torch.OutOfMemoryError:  # there is no room for a copy's forward: the run itself may do without
-        return
     except Exception as error:
+        if lacks_memory(error):  # there is no room for a copy's forward: the run itself may do without
+            return
         problem = f"raises {describe(error)}"
     else:
         if not isinstance(logits, Tensor):

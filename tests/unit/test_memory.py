@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -22,6 +22,13 @@ pytestmark = pytest.mark.not_quick
 
 LARGEST = 5
 """Images that the small networks here can compute at once."""
+LACKS_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+OF_LIBRARIES = [
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
+    RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported later."),
+    RuntimeError("NCCL error: unhandled cuda error\nLast error:\nCuda failure 2 'out of memory'"),
+]
 
 
 class Limited(nn.Module):
@@ -34,7 +41,7 @@ class Limited(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         if torch.is_grad_enabled() and len(images) > LARGEST:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+            raise LACKS_MEMORY
         return self.head(self.conv(images).relu().mean(dim=(2, 3)))
 
 
@@ -51,7 +58,7 @@ def fails_later(run: Run) -> None:
             optimizer.zero_grad()
             for microbatch in batch.microbatches():
                 if batch.step >= 6 and len(microbatch.labels) > LARGEST:
-                    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+                    raise LACKS_MEMORY
                 loss = run.loss(model(microbatch.images), microbatch.targets)
                 loss.backward()
                 run.log(loss=loss)
@@ -77,6 +84,16 @@ def test_the_fewest_microbatches_that_fit_are_found(
 ) -> None:
     options = {"model": MODEL, "batch_size": batch_size, "accumulate": "auto", "epochs": 1}
     assert microbatches_asked_for(folder_run(images, tmp_path, "run", **options)) == number
+
+
+@pytest.mark.parametrize("loop", [None, fails_later], ids=["in the trial", "in a step"])
+@pytest.mark.parametrize("error", OF_LIBRARIES, ids=str)
+def test_the_libraries_of_a_gpu_may_lack_memory_too(
+    error: Exception, loop: Any, images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.unit.test_memory.LACKS_MEMORY", error)
+    options = {"model": MODEL if loop is None else SIMPLE, "batch_size": 8, "accumulate": "auto"}
+    assert microbatches_asked_for(folder_run(images, tmp_path, "run", loop=loop, **options)) == 2
 
 
 def test_the_trial_with_labels_is_not_taken_for_a_loop_that_does_not_mix_them(images: Path, tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from raytrain.config import ResolvedConfig
 from raytrain.config.network import Interpolation, Size
+from raytrain.config.user_code import lacks_memory
 from raytrain.data.blocks import Files, LocalBatch
 from raytrain.data.dataset import training_format
 from raytrain.data.images.crop_box import Crop, CropBox, Pixels
@@ -176,9 +177,9 @@ class DeviceDecoder:
         """
         try:
             decoded = decode_jpegs(list(files.values()), self._shape.channels, self._device)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError:
+        except RuntimeError as error:
+            if lacks_memory(error):
+                raise
             if len(files) == 1:
                 return {}
             alone = (self._decode({row: file}, sizes) for row, file in files.items())
