@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -109,7 +110,7 @@ def test_a_run_holds_the_precision_that_was_decided_and_a_resume_keeps_it(
         ("float16", "cpu", "AMX", 14.2, True),
         ("bfloat16", "cpu", "AMX", 14.2, False),
         ("bfloat16", "cpu", "no x86", 0.8, False),  # whatever this is, it is fast
-        ("bfloat16", "cuda", "AVX-512 without bfloat16", 14.2, False),
+        ("float16", "cuda", "AVX-512 without bfloat16", 14.2, False),
         ("float32", "cpu", "AVX-512 without bfloat16", 14.2, False),
     ],
 )
@@ -146,15 +147,17 @@ def test_gpus_compute_products_in_float32_only_if_that_is_asked_for(name: str, r
 
 
 @pytest.mark.parametrize(
-    ("device", "capability", "lacks"), [("cuda", (8, 9), False), ("cuda", (7, 5), True), ("cpu", None, True)]
+    ("device", "capability", "lacks"),
+    [("cuda", (8, 9), set()), ("cuda", (7, 5), {"tf32", "bfloat16"}), ("cpu", None, {"tf32"})],
 )
-def test_tf32_on_a_device_without_it_is_said_to_be_float32(
-    device: str, capability: tuple[int, int], lacks: bool, monkeypatch: pytest.MonkeyPatch
+def test_a_precision_that_a_device_lacks_is_told(
+    device: str, capability: tuple[int, int], lacks: Collection[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    have(monkeypatch, FLAGS["AMX"])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    warning = device_precision.precision_warning("tf32", torch.device(device))
-    expected = "only NVIDIA GPUs since Ampere have tf32: this run trains in float32"
-    assert warning == (expected if lacks else None)
+    sentences = {name: device_precision.precision_warning(name, torch.device(device)) for name in ("tf32", "bfloat16")}
+    assert {name for name, sentence in sentences.items() if sentence} == set(lacks)
+    assert all(f"only NVIDIA GPUs since Ampere have {name}: this " in (sentences[name] or "") for name in lacks)
 
 
 def test_the_cost_is_measured_and_draws_no_random_numbers() -> None:

@@ -13,6 +13,11 @@ if TYPE_CHECKING:
 NATIVE_FLAGS = {"bfloat16": {"amx_bf16", "avx512_bf16"}, "float16": {"amx_fp16", "avx512_fp16"}}
 """Flags of x86 CPUs that multiply numbers of this type natively; one of the flags is enough."""
 AMPERE = (8, 0)  # the compute capability since which NVIDIA's GPUs multiply in bfloat16 and TF32
+_SINCE_AMPERE = {
+    "tf32": "only NVIDIA GPUs since Ampere have tf32: this run trains in float32",
+    "bfloat16": "only NVIDIA GPUs since Ampere have bfloat16: this one emulates it, which is slower than float32; "
+    "--precision auto avoids that",
+}
 
 CPU_INFO = Path("/proc/cpuinfo")
 _IMAGES_SHAPE, _WEIGHT_SHAPE = (32, 64, 16, 16), (64, 64, 3, 3)  # of a typical convolution
@@ -45,11 +50,13 @@ def precision_warning(precision: str, device: torch.device) -> str | None:
     """
     import torch
 
+    if device.type == "cuda":
+        lacks = precision in _SINCE_AMPERE and torch.cuda.get_device_capability(device) < AMPERE
+        return _SINCE_AMPERE[precision] if lacks else None
     if precision == "tf32":
-        has_tf32 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= AMPERE
-        return None if has_tf32 else "only NVIDIA GPUs since Ampere have tf32: this run trains in float32"
+        return _SINCE_AMPERE[precision]
     # CPUs without these flags of x86, such as ARM's, may still be fast; the measurement shows it.
-    if device.type != "cpu" or precision not in NATIVE_FLAGS or NATIVE_FLAGS[precision] & cpu_flags():
+    if precision not in NATIVE_FLAGS or NATIVE_FLAGS[precision] & cpu_flags():
         return None
     ratio = measure_slowdown(precision)
     if ratio < _WORTH_A_WARNING:
