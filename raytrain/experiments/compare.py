@@ -7,6 +7,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
@@ -24,6 +25,8 @@ from raytrain.runs.metric_row import MetricRow, own_metrics
 from raytrain.runs.metrics_history import read_metrics
 from raytrain.runs.outcome import EndStatus
 from raytrain.runs.records import RunInfo, RunRecord, read_run
+
+_NUM_THREADS = 8  # that read the histories of a list of runs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,18 +133,22 @@ def with_measured(runs: Sequence[RunInfo], storage: str) -> list[RunInfo]:
 
     Example: ``with_measured(list_runs("./runs"), "./runs")[0].best_value``
     """
-    measured = list(runs)
-    for index, run in enumerate(runs):
-        if run.status.step and run.status.status not in get_args(EndStatus):
-            with suppress(RaytrainError):
-                rows = read_metrics(run_store(storage, run.name).fail_fast())
-                evaluation = last_row(rows, "evaluation")
-                measured[index] = dataclasses.replace(
-                    run,
-                    validation_accuracy=evaluation and evaluation.accuracy,
-                    best_value=_best_value(run.config, rows),
-                )
-    return measured
+
+    def measured(run: RunInfo) -> RunInfo:
+        if not run.status.step or run.status.status in get_args(EndStatus):
+            return run
+        with suppress(RaytrainError):
+            rows = read_metrics(run_store(storage, run.name).fail_fast())
+            evaluation = last_row(rows, "evaluation")
+            return dataclasses.replace(
+                run,
+                validation_accuracy=evaluation and evaluation.accuracy,
+                best_value=_best_value(run.config, rows),
+            )
+        return run
+
+    with ThreadPoolExecutor(_NUM_THREADS) as threads:  # a sweep that was killed may have left a hundred of them
+        return list(threads.map(measured, runs))
 
 
 def _best_value(config: TrainConfig | None, rows: Sequence[MetricRow]) -> float | None:
