@@ -435,6 +435,7 @@ def test_a_long_run_is_zoomed_into(visit: Visit, tmp_path: Path) -> None:
     with page_of(tmp_path, "run") as server:
         page = visit(server.url)
         expect(page.locator(".banner")).to_contain_text("Finished after step 100,000")
+        expect(page.locator(".options")).to_be_visible()  # which moves the charts down
         overlay = page.locator("figure.chart", has=page.locator("h3:text-is('Loss')")).locator(".u-over")
         overlay.scroll_into_view_if_needed()
         box = overlay.bounding_box()
@@ -449,6 +450,15 @@ def test_a_long_run_is_zoomed_into(visit: Visit, tmp_path: Path) -> None:
         assert closer.value.json()["step"]["width"] < 16
         expect(page.get_by_role("button", name="show all")).to_be_visible()
         page.get_by_role("button", name="show all").click()
+        expect(page.get_by_role("button", name="show all")).to_be_hidden()
+        page.get_by_role("button", name="log").first.focus()
+        ranges: list[list[int]] = []  # in hundredths of the run: half of it, a quarter, and that moved to the left
+        for key in ("+", "+", "ArrowLeft"):
+            with page.expect_request(lambda request: "/api/curves" in request.url) as asked:
+                page.keyboard.press(key)
+            ranges.append([round(int(end) / 1000) for end in re.findall(r"(?:first|last)=(\d+)", asked.value.url)])
+        assert ranges == [[25, 75], [38, 63], [31, 56]]
+        page.keyboard.press("Escape")
         expect(page.get_by_role("button", name="show all")).to_be_hidden()
 
 

@@ -11,6 +11,7 @@ const WHOLE = Array.from({ length: 13 }, (_, power) => [1, 2, 5].map((factor) =>
 const TICKS = { step: compact, time: formatDuration, rate: (value) => (value == null ? "" : value < 1e-3 ? value.toExponential(0) : formatRate(value)) };
 const AXIS_LABELS = { step: "step", time: "time", rate: "learning rate" };
 const PLACES = { step: (x) => `step ${formatNumber(x)}`, time: formatDuration, rate: (x) => `learning rate ${formatRate(x)}` };
+const KEYS = { "+": [0.25, -0.25], "=": [0.25, -0.25], "-": [-0.5, 0.5], ArrowLeft: [-0.25, -0.25], ArrowRight: [0.25, 0.25], Escape: [-Infinity, Infinity] };
 
 export class Chart {
   /**
@@ -33,9 +34,9 @@ export class Chart {
     this.whole = null;
     this.plot = null;
     this.values = el("div", { class: "values" });
-    this.logButton = el("button", { type: "button", class: "quiet", "aria-pressed": "false", title: "logarithmic scale", click: () => this.toggleLog() }, "log");
+    this.logButton = el("button", { type: "button", class: "quiet", "aria-pressed": "false", title: "logarithmic scale; here + and - zoom, arrows move, Escape shows all", click: () => this.toggleLog() }, "log");
     this.canvas = el("div", { class: "plot" });
-    this.element = el("figure", { class: "chart" }, el("figcaption", {}, el("h3", {}, title), this.values, this.logButton), this.canvas);
+    this.element = el("figure", { class: "chart", keydown: (event) => this.press(event) }, el("figcaption", {}, el("h3", {}, title), this.values, this.logButton), this.canvas);
     new ResizeObserver(() => this.resize()).observe(this.canvas);
   }
 
@@ -51,6 +52,7 @@ export class Chart {
     this.series = series;
     this.range = range;
     this.whole = whole;
+    if (!range) this.ends = whole ?? ends(series);
     if (shape !== this.shape || axis !== this.axis) {
       this.shape = shape;
       this.axis = axis;
@@ -165,6 +167,17 @@ export class Chart {
     this.onZoom([first, last]);
   }
 
+  /** Zoom and move by keys, as dragging does; half of the seen range at a time. */
+  press(event) {
+    const change = KEYS[event.key];
+    if (!change || event.ctrlKey || event.metaKey || event.altKey || !this.plot) return;
+    event.preventDefault();
+    event.stopPropagation(); // a notebook has keys of its own
+    const { min, max } = this.plot.scales.x, [first, last] = this.ends;
+    const range = [Math.max(first, min + change[0] * (max - min)), Math.min(last, max + change[1] * (max - min))];
+    if (range[0] < range[1]) this.onZoom(range[0] <= first && range[1] >= last ? null : range);
+  }
+
   /** The values under the cursor in the heading; the latest ones without a cursor. */
   showValues(index) {
     if (!this.plot) return;
@@ -179,6 +192,12 @@ export class Chart {
     const where = x == null ? null : el("span", { class: "where" }, PLACES[this.axis](x));
     fill(this.values, where, ...parts.slice(0, MAX_VALUES));
   }
+}
+
+/** The ends of the x axis of all series. */
+function ends(series) {
+  const xs = series.flatMap(({ x }) => [x[0], x.at(-1)]).filter((value) => value != null);
+  return [Math.min(...xs), Math.max(...xs)];
 }
 
 /** A dot in a colour of the style sheet. */

@@ -90,7 +90,7 @@ export class RunView {
     const slider = el("input", { type: "range", min: 0, max: 1, step: 0.05, value: this.strength, "aria-label": "smoothing" });
     slider.addEventListener("input", () => { this.strength = Number(slider.value); this.draw(); });
     this.reset = el("button", { type: "button", hidden: true, click: () => this.zoom(null) }, "show all");
-    return el("div", { class: "controls" }, el("label", {}, "smoothing ", slider), this.axisButton, this.reset, el("span", { class: "hint" }, "drag in a chart to zoom in"));
+    return el("div", { class: "controls" }, el("label", {}, "smoothing ", slider), this.axisButton, this.reset, el("span", { class: "hint" }, "drag in a chart to zoom in, or press + at its button log"));
   }
 
   /** Draw over `axis`, by default the next one; a run whose rate rises may be drawn over it. */
