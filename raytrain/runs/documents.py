@@ -161,7 +161,8 @@ def open_single_run(storage: str, name: str) -> Store:
 
 def _refuse_sweep(store: Store) -> None:
     if store.exists(SWEEP):
-        raise UsageError(f"{store.url} is a sweep; name one of its trials, which `raytrain runs` lists.")
+        trials = shell_command("runs", storage=store.url.rstrip("/").rpartition("/")[0])
+        raise UsageError(f"{store.url} is a sweep; name one of its trials, which `{trials}` lists.")
 
 
 def run_names(store: Store, report: Report | None = None) -> list[str]:

@@ -212,7 +212,8 @@ def test_what_needs_one_run_takes_no_sweep(
     monkeypatch.chdir(tmp_path)
     write_json(stored(tmp_path, "rates"), SWEEP, {"vary": ["seed=0,1"], "points": [{"seed": 0}, {"seed": 1}]})
     assert main([*words.split(), "--storage", str(tmp_path)]) == 2
-    assert "rates is a sweep; name one of its trials, which `raytrain runs` lists." in capsys.readouterr().err
+    listing = shell_command("runs", storage=str(tmp_path))
+    assert f"rates is a sweep; name one of its trials, which `{listing}` lists." in capsys.readouterr().err
 
 
 @pytest.mark.not_quick
