@@ -565,7 +565,7 @@ def test_sentences_name_the_folders_that_all_images_share_and_each_part(tmp_path
         opened(tmp_path / "a")
     assert f"{folder} contains train/ and test/ without class folders" in str(refused.value)
     options = f"--data {folder}/train --validation-data {folder}/valid --test-data {folder}/test"
-    assert f"give {options} and the classes with --labels or --label-pattern" in str(refused.value)
+    assert f"give {options} and the classes with --labels or --label-pattern. Omit the" in str(refused.value)
 
 
 def test_one_folder_of_images_is_refused_with_what_to_do(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def test_keys_are_in_the_column_whose_values_end_like_images(tmp_path: Path, cap
     assert read(tmp_path, "a.csv", "key,filename,label\n1,a.jpg,cat\n2,b,dog\n") == {"1": "cat", "2": "dog"}
     assert read(tmp_path, "a.csv", "key,filename,label\n1,a.jpg,cat\n", key="key") == {"1": "cat"}
     numbered = "image,name,label\n1,0.jpg,cat\n0,1.jpg,dog\n"  # 1 may be the row, or 1.jpg
-    with pytest.raises(UsageError, match="numbers in the column 'image', and names of images in 'name'; name the right"):
+    with pytest.raises(UsageError, match="numbers in the column 'image', and names of images in 'name'; name"):
         read(tmp_path, "a.csv", numbered)
     assert read(tmp_path, "a.csv", numbered, key="name") == {"0.jpg": "cat", "1.jpg": "dog"}
 

@@ -298,7 +298,8 @@ def _parts_above_classes(paths: list[tuple[str, ...]], tops: set[str], url: str)
     if all(map(is_beside_classes, classes_in[train])):  # or there are none
         raise UsageError(
             f"{url} contains {train}/ and {last}/ without class folders; put each class into a folder of its name, "
-            f"or give {_options_of_parts(url, folder_of)} and the classes with --labels or --label-pattern."
+            f"or give {_options_of_parts(url, folder_of)} and the classes with --labels or --label-pattern. Omit the "
+            "option for a folder whose labels are not known."
         )
     problems = {folder: _problem_of_part(paths, classes_in, train, folder, url) for folder in held_out}
     if all(problems.values()):

@@ -277,12 +277,12 @@ def label_table(table: pa.Table, url: str, columns: LabelColumns, images_urls: S
     key_texts = texts_of(table, url, key)
     keys = [normalized_key(key, images_urls) for key in key_texts.to_pylist()]
     # Numbers beside names of images may be those of the rows, and still be the names of other images without suffix.
-    if not columns.key and all(map(is_whole_number, keys)):
-        if names := [name for name in table.column_names if _has_images(table, name)]:
-            raise UsageError(
-                f"{url} has numbers in the column {key!r}, and names of images in {names[0]!r}; name the right one with "
-                "--key-column."
-            )
+    may_be_rows = not columns.key and all(map(is_whole_number, keys))
+    if may_be_rows and (names := [name for name in table.column_names if _has_images(table, name)]):
+        raise UsageError(
+            f"{url} has numbers in the column {key!r}, and names of images in {names[0]!r}; name the right one with "
+            "--key-column."
+        )
     table = with_parts_of_tags(table, url, columns)
     split = split_column(table, url, columns)
     group = columns.group and column_called(table.column_names, url, "--group-by", columns.group)

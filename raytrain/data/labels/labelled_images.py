@@ -307,7 +307,8 @@ def labelled(
     if not len(chosen):
         in_split = f" and the split {' or '.join(splits)}" if splits else ""
         raise UsageError(
-            f"None of the {format_count(len(images), 'image')} below {images.url} has a label{in_split} in {table.url}."
+            f"None of the {format_count(len(images), 'image')} below {images.url} has a label{in_split} in {table.url}"
+            "; give a label file that has them, or omit the option for images whose labels are not known."
         )
 
     # The classes: those given, or those of these images, or all of the table if an image may have several.
