@@ -58,6 +58,8 @@ def test_keys_are_in_the_column_whose_values_end_like_images(tmp_path: Path, cap
     with pytest.raises(UsageError, match="numbers in the column 'image', and names of images in 'name'; name"):
         read(tmp_path, "a.csv", numbered)
     assert read(tmp_path, "a.csv", numbered, key="name") == {"0.jpg": "cat", "1.jpg": "dog"}
+    with_urls = numbered.replace("0.jpg", "https://example.org/7.jpg").replace("1.jpg", "https://example.org/8.jpg")
+    assert read(tmp_path, "a.csv", with_urls) == {"1": "cat", "0": "dog"}
 
 
 def test_columns_between_tabs_may_have_commas_in_their_names(tmp_path: Path) -> None:

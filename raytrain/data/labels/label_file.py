@@ -277,8 +277,10 @@ def label_table(table: pa.Table, url: str, columns: LabelColumns, images_urls: S
     key_texts = texts_of(table, url, key)
     keys = [normalized_key(key, images_urls) for key in key_texts.to_pylist()]
     # Numbers beside names of images may be those of the rows, and still be the names of other images without suffix.
+    # URLs are where the images come from, as in the columns image, label and url.
     may_be_rows = not columns.key and all(map(is_whole_number, keys))
-    if may_be_rows and (names := [name for name in table.column_names if _has_images(table, name)]):
+    other_names = [name for name in table.column_names if _has_images(table, name)] if may_be_rows else []
+    if names := [name for name in other_names if "://" not in str(table[name][0])]:
         raise UsageError(
             f"{url} has numbers in the column {key!r}, and names of images in {names[0]!r}; name the right one with "
             "--key-column."
