@@ -69,6 +69,12 @@ def of_labelled(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(logits[has_label], batch.labels[has_label]) + logits.square().mean()
 
 
+def balanced(model: nn.Module, batch: Any) -> Tensor:
+    """Two losses of equal size: the sum is twice the first one, in value."""
+    first, second = entropy(model, batch), model(batch.images).square().mean()
+    return first + second * (first / second).detach()
+
+
 def divided_by_weights(model: nn.Module, batch: Any) -> Tensor:
     losses = WEIGHTS[batch.labels] * F.cross_entropy(model(batch.images), batch.labels, reduction="none")
     return losses.sum() / WEIGHTS[batch.labels].sum()
@@ -643,6 +649,22 @@ class Queue:
         return loss
 
 
+def of_single_losses(gradient: Callable[[Tensor], Tensor]) -> Loop:
+    """A loop that calls backward for the losses of all images, with a ``gradient`` for each of them."""
+
+    def loop(run: Any) -> None:
+        model = run.prepare(mlp())
+        optimizer = run.prepare(SGD(model.parameters(), lr=0.1))
+        for epoch in run.epochs():
+            for batch in epoch:
+                optimizer.zero_grad()
+                losses = losses_of(model, batch)
+                losses.backward(gradient(losses.detach()))
+                optimizer.step()
+
+    return loop
+
+
 def prefetched(run: Any) -> None:
     """Asks for the next batch before it computes with the one that it has."""
     model = run.prepare(mlp())
@@ -696,6 +718,13 @@ NOTES: dict[str, tuple[Loop, str]] = {
     "several losses, of which one is a sum": (several_at_once, "is a sum"),
     "a bound of the loss": (by_steps(lambda m, b: (entropy(m, b) - 0.5).abs() + 0.5, mlp), "run.gather("),
     "a product of losses": (by_steps(lambda m, b: entropy(m, b) * m(b.images).square().mean(), mlp), "run.gather("),
+    "a loss over its own value": (
+        by_steps(lambda m, b: (loss := entropy(m, b)) / loss.detach(), mlp),
+        "compares the images",
+    ),
+    "losses of equal size": (by_steps(balanced, mlp), "compares the images"),
+    "a backward of single losses": (of_single_losses(torch.ones_like), "is a sum"),
+    "a backward weighted by the losses": (of_single_losses(lambda losses: losses.softmax(0)), "compares the images"),
     "a gradient in the loss": (by_steps(invariant, mlp), "run.gather("),
     "a step in the loss": (by_steps(after_a_step, mlp), "run.gather("),
     "counts of classes": (by_steps(counted, mlp), "run.gather("),
@@ -1141,6 +1170,8 @@ SILENT: dict[str, Loop] = {
     "a sum times a fraction": by_steps(
         lambda m, b: (1.0 / len(b.images)) * F.cross_entropy(m(b.images), b.labels, reduction="sum"), mlp
     ),
+    "a sum of fractions": by_steps(lambda m, b: (WEIGHTS[b.labels] * losses_of(m, b) / len(b.images)).sum(), mlp),
+    "a backward of fractions": of_single_losses(lambda losses: torch.ones_like(losses) / len(losses)),
     "a mean over as many views as images": by_steps(as_many_views, mlp),
     "own rows of gathered ones": mixed_with_gathered,
     "a part of gathered rows": part_of_gathered(lambda run, rows: run.gather(rows)),
@@ -1232,6 +1263,11 @@ def notes() -> dict[str, list[str]]:
 @pytest.mark.parametrize("kind", NOTES)
 def test_it_is_reported(kind: str, notes: dict[str, list[str]]) -> None:
     assert any(NOTES[kind][1] in note for note in notes[kind]), notes[kind]
+
+
+@pytest.mark.parametrize("kind", ["weights by hand", "a number of patches"])
+def test_a_mean_over_something_else_is_no_comparison(kind: str, notes: dict[str, list[str]]) -> None:
+    assert len(notes[kind]) == 1
 
 
 @pytest.mark.parametrize("kind", SILENT)

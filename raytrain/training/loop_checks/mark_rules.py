@@ -9,6 +9,7 @@ A tensor that depends on the batch has a set of marks. All tensors that are comp
   (:mod:`raytrain.training.loop_checks.swapped_images`), as it does if images are compared with each other.
 - ``columns``: the tensor has means over the images, as of ``mean(0)``, perhaps as many as there are images.
 - ``sum``: the tensor is a sum over images that has not been divided by their number.
+- ``share``: the tensor has been divided by the number of images, so that the sum of its rows is a mean.
 - ``count``: the tensor is the sum of a mask that covers equally many numbers of each image. It may be a divisor.
 - ``selected``: a mask has selected rows, whose number differs between workers.
 - ``other mean``: the tensor is a mean over something other than images.
@@ -92,6 +93,7 @@ class MarkRules:
         self._mark_statistics(call, marks)
         self._mark_selections(call, marks)
         self._mark_sums_and_means(call, marks)
+        self._mark_products(call, marks)
         self._mark_scales(call, marks)
         return marks
 
@@ -162,7 +164,10 @@ class MarkRules:
         is_over_images = has_rows(first, call.num_images) and "columns" not in self._marks[first]
         is_over_first = call.name in ("sum", "nansum") and call.argument(1, "dim") in (0, (0,), [0])
         is_of_columns = is_over_first and self._swapped.follows_rows(first)  # its rows may be no images, only as many
-        if is_of_columns or (call.gives_one_number and is_sum and ("selected" in marks or is_over_images)):
+        if call.name not in LINEAR:  # such as a loss of what was divided
+            marks.discard("share")
+        adds_up = is_of_columns or (call.gives_one_number and is_sum and ("selected" in marks or is_over_images))
+        if adds_up and "share" not in marks:
             marks.add("count" if covers_alike(first) else "sum")
 
         # A mean over selected rows, such as a loss of torch, weights the workers wrongly. A mean over other dimensions
@@ -195,8 +200,22 @@ class MarkRules:
         )
         if marks >= {"sum", "selected"} and not is_of_images:  # such as the number of those that are selected
             marks.add("other mean")
+        if is_of_images and divisor == call.num_images and not marks & {"sum", "selected"}:
+            marks.add("share")
         if isinstance(divisor, Tensor) or is_of_images or "other mean" in marks:
             marks -= {"sum", "count"}
+
+    def _mark_products(self, call: Call, marks: set[str]) -> None:
+        """Add ``compares`` to the ``marks`` of a product or a quotient of two numbers of several images each.
+
+        It is not linear in them, even if the loss does not show it, as loss / loss.detach() does not, which is always
+        1. A mean over something else than images has a note of its own.
+        """
+        if call.name not in MULTIPLICATIONS | DIVISIONS or len(call.sources) < 2 or "other mean" in marks:
+            return
+        are_of_several = not any(has_rows(source, call.num_images) for source in call.sources)
+        if are_of_several and all(map(self._swapped.mixes, call.sources)):
+            marks.add("compares")
 
     def _mark_scales(self, call: Call, marks: set[str]) -> None:
         """Take ``scaled`` away from the ``marks`` if the scale of a gradient cancels; its inverse is ``inverse``."""

@@ -131,9 +131,7 @@ class WatchedCalls(TorchFunctionMode):
         name = getattr(func, "__name__", "")
 
         if name == "backward":  # of a tensor, or torch.autograd.backward of several
-            self._report_on(
-                [leaf for leaf in tree_leaves((args[:1], kwargs.get("tensors"))) if isinstance(leaf, Tensor)]
-            )
+            self._report_on(self._weighted_losses(types, args, kwargs))
         if name == "register_hook" and len(args) == 2:
             args = args[0], self._watched_hook(args[1], of_weight=id(args[0]) in self._weights)
         if name == "__iter__" and args[0] in self._marks and args[0].ndim == 1:  # what it gives cannot be seen
@@ -210,6 +208,20 @@ class WatchedCalls(TorchFunctionMode):
         """Return a user's ``hook`` of a gradient, which is watched in those steps that are followed."""
         weights = self._weights if of_weight else None
         return watched_hook(hook, lambda: self._report(HOOK), lambda: self._is_watching, weights)
+
+    def _weighted_losses(self, types: Any, args: Any, kwargs: Any) -> list[Tensor]:
+        """Return the losses that a backward with these arguments differentiates.
+
+        That of several numbers is their sum, weighted by the gradient that the backward gets for them.
+        """
+        losses = tree_leaves((args[:1], kwargs.get("tensors", ())))
+        gradients = tree_leaves((args[1:2], kwargs.get("gradient", ()), kwargs.get("grad_tensors", ())))
+        for number, (loss, gradient) in enumerate(zip(losses, gradients, strict=False)):
+            if isinstance(gradient, Tensor) and loss.numel() > 1:
+                is_sum = bool((gradient == 1).all())
+                call = (torch.sum, types, (loss,)) if is_sum else (torch.tensordot, types, (loss, gradient, loss.ndim))
+                losses[number] = self.__torch_function__(*call)
+        return [loss for loss in losses if isinstance(loss, Tensor)]
 
     def _report_on(self, losses: list[Tensor]) -> None:
         """Report the marks of ``losses`` whose backward the loop calls."""
