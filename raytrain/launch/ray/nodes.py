@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 
 from raytrain.config.network import Precision, Resizer
 from raytrain.data.images.crop_box import fastest_resizer
+from raytrain.data.labels.manifest import Manifest
 from raytrain.errors import UsageError
 from raytrain.launch.placement import Hardware, fastest_precision
 from raytrain.launch.ray.head_queries import object_store_use
@@ -41,11 +42,15 @@ class ClusterNode:
 
 @dataclass(frozen=True)
 class NodeResult(Generic[T]):
-    """Result of a function on a node. If it failed, ``result`` is None, and ``error`` says why and what to do."""
+    """Result of a function on a node. If it failed, ``result`` is None, and ``error`` says why and what to do.
+
+    ``missing_module`` is the module that the node's Python lacks, if that is why.
+    """
 
     node: ClusterNode
     result: T | None = None
     error: str | None = None
+    missing_module: str = ""
 
 
 def run_on_each_node(function: Callable[[ClusterNode], T], timeout_s: float) -> tuple[NodeResult[T], ...]:
@@ -95,12 +100,12 @@ def run_on_each_node(function: Callable[[ClusterNode], T], timeout_s: float) -> 
             # The last line of the error, which follows a traceback, says why.
             lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
             sentence = f"The node could not answer ({lines[-1].rstrip('.')}); check the node, or restart Ray there."
-            if missing := re.search(r"No module named '(\w+)", str(error)):
-                sentence = (
-                    f"The node's Python has no {missing[1]}; install raytrain in the Python environment that runs Ray "
-                    "there."
-                )
-            results.append(NodeResult(node, error=sentence))
+            missing = re.search(r"No module named '(\w+)", str(error))
+            module = missing[1] if missing else ""
+            if module:
+                advice = "install raytrain in the Python environment that runs Ray there"
+                sentence = f"The node's Python has no {module}; {advice}."
+            results.append(NodeResult(node, error=sentence, missing_module=module))
     return tuple(results)
 
 
@@ -145,6 +150,42 @@ def refuse_unshared(storage: str, results: Iterable[NodeResult[bool]]) -> None:
                 f"--storage is the folder {storage}, which the node {answer.node.address} ({answer.node.id}) does not "
                 "share with this machine, so that the checkpoints would be lost with that node; use s3://bucket/prefix "
                 "or a folder that all nodes share."
+            )
+
+
+def check_readers(parts: Iterable[tuple[Store, Manifest]]) -> None:
+    """Raise UsageError if some node has no raytrain, or not the images of ``parts``, which may be read on any node.
+
+    Of images in folders, each node looks for the first file of each part: a copy of the folder in the same place has
+    it, too. A node without CPUs reads no images, and one that does not answer may do so later.
+    """
+    import ray
+
+    if sum(record["Alive"] for record in ray.nodes()) < 2:
+        return
+    files: list[tuple[Store, str]] = []
+    for store, images in parts:
+        if store.cloud is None and len(images):
+            first = images.packing.shards[0] if images.packing else images.keys_of([0])[0]
+            if store.exists(first):  # otherwise it has been deleted since, which is no reason to refuse a node
+                files.append((store, first))
+
+    def folder_without_images(node: ClusterNode) -> str:
+        return next((store.url for store, path in files if not store.exists(path)), "")
+
+    refuse_readers(run_on_each_node(folder_without_images, _ANSWER_WITHIN_S))
+
+
+def refuse_readers(results: Iterable[NodeResult[str]]) -> None:
+    """Raise UsageError with the first node that lacks a module or a folder, which is its result, to read images."""
+    for answer in results:
+        node = answer.node
+        if node.cpus and answer.missing_module:
+            raise UsageError(f"The node {node.address} ({node.id}) can neither read images nor train: {answer.error}")
+        if node.cpus and answer.result:
+            raise UsageError(
+                f"The images are in the folder {answer.result}, and the node {node.address} ({node.id}) does not have "
+                "them there; use s3://bucket/prefix, a folder that all nodes share, or a copy in the same place."
             )
 
 

@@ -15,6 +15,7 @@ import ray
 
 from raytrain.launch.placement import Placement
 from raytrain.launch.predict_blocks import PredictRequest, in_turn, predict_blocks
+from raytrain.launch.ray.nodes import check_readers
 from raytrain.launch.ray.serve_credentials import serving_credentials
 from raytrain.runs.logs import PrintedLine, ProcessLog, print_line
 from raytrain.storage.scoped_keys import Scope
@@ -26,8 +27,10 @@ def predict_images(request: PredictRequest, placement: Placement, *, scope_keys:
     """Predict on ``placement.num_workers`` actors; yield the same tables as :func:`predict_blocks.predict_here`.
 
     What the actors print is printed here. With ``scope_keys``, they get keys that are only good for reading the images
-    and the run. Raises RaytrainError if an actor is lost too often, and UsageError if STS issues no such keys.
+    and the run. Raises RaytrainError if an actor is lost too often, and UsageError if STS issues no such keys, or if a
+    node does not have the images.
     """
+    check_readers([(request.images, request.manifest)])
     # Lend the actors credentials for both stores.
     images, run_store = request.images, request.run_store
     scope = Scope.of([images, run_store]) if scope_keys else None

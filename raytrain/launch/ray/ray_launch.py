@@ -87,7 +87,7 @@ class RayLaunch:
         """Start the coordinator, the workers and the reading of the data; return the coordinator for the session.
 
         Raises :class:`CoordinatorLost` if the coordinator has died, and UsageError if a run of this name and storage
-        trains in the cluster already.
+        trains in the cluster already, or if some node does not have the images.
         """
         prepared = self._prepared
         with self._needs_coordinator(), ExitStack() as opened:

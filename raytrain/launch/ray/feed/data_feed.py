@@ -20,7 +20,7 @@ from raytrain.launch.ray.feed.block_cache import CacheFiller
 from raytrain.launch.ray.feed.ingest import DataCpus, ImageSet
 from raytrain.launch.ray.feed.streaming import FeederHandle, Stream, start_feeders, stop_feeders
 from raytrain.launch.ray.head_queries import raylet_answers
-from raytrain.launch.ray.nodes import cluster_hardware
+from raytrain.launch.ray.nodes import check_readers, cluster_hardware
 from raytrain.launch.ray.ray_errors import LOST_ACTOR
 from raytrain.loader.choose_cache import choose_cache, keeps_shared
 from raytrain.monitor.snapshot import START, Snapshot
@@ -62,7 +62,8 @@ class DataFeed:
         """Put the manifests into the object store, and start the feeders, if images are streamed.
 
         Sets ``images``, which describes each part to data tasks and workers, and ``feeders``. Unreadable images are
-        reported to the ``coordinator``, and storage is read with ``credentials``.
+        reported to the ``coordinator``, and storage is read with ``credentials``. Raises UsageError if some node does
+        not have the images.
         """
 
         def image_set(store: Store, manifest: Manifest, format: ImageFormat) -> ImageSet:
@@ -76,6 +77,7 @@ class DataFeed:
             )
 
         data = self._data
+        check_readers((store, images) for store, images, _ in data.parts.values())
         self._coordinator = coordinator
         self.images = {part: image_set(*inputs) for part, inputs in data.parts.items()}
         # Feeders start now, at the same time as the workers, because both take seconds.
