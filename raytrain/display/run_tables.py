@@ -39,7 +39,7 @@ from raytrain.runs.outcome import train_command
 from raytrain.runs.records import RunInfo, RunRecord
 from raytrain.runs.redact import one_line
 
-LISTED_OPTIONS = ("model", "epochs", "learning_rate", "schedule", "batch_size", "optimizer")  # of each run in the list
+LISTED_OPTIONS = ("model", "loop", "epochs", "learning_rate", "schedule", "batch_size", "optimizer")  # of each run
 _NUM_FILES_SHOWN = 20
 _NUM_SKIPPED_SHOWN = 5
 _LEFT = ("name", "trial", "recipe", "status", "tags")  # columns of words, which are aligned to the left

@@ -16,11 +16,13 @@ def expect_later_step(page: Page, step: int) -> None:
     )
 
 
-def ink(page: Page, title: str) -> int:
-    """Return the number of pixels of a chart that are drawn upon."""
+def ink(page: Page, title: str, rgb: tuple[int, int, int] | None = None) -> int:
+    """Return the number of pixels of a chart that are drawn upon, or that have a colour exactly."""
     chart = page.locator("figure.chart", has=page.locator(f"h3:text-is('{title}')")).locator("canvas")
     expect(chart).to_be_visible()
     return chart.evaluate(
-        "canvas => canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data"
-        ".reduce((sum, value, i) => sum + (i % 4 === 3 && value > 0), 0)"
+        "(canvas, rgb) => canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data"
+        ".reduce((sum, value, i, all) => sum + (i % 4 === 3 && value > 0"
+        " && (rgb ?? []).every((part, j) => part === all[i - 3 + j])), 0)",
+        rgb,
     )

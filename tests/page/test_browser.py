@@ -385,6 +385,7 @@ def test_a_failed_run_with_a_loop_of_its_own_shows_one_command_and_the_options_t
 ) -> None:
     store = store_run(tmp_path, "run", [step_row(5, loss=1.0)])
     write_json(store, UNUSED_OPTIONS, {"options": ["model", "learning_rate", "optimizer"]})
+    write_json(store, CONFIG, {**read_json(store, CONFIG), "loop": "a/way/to/my_loop.py:train"})
     for has_checkpoint in (True, False):
         error = failure_sentence(
             read_config(store), "its loop failed after step 5: boom", has_checkpoint=has_checkpoint
@@ -399,6 +400,7 @@ def test_a_failed_run_with_a_loop_of_its_own_shows_one_command_and_the_options_t
             expect(page.locator(".options")).to_contain_text("Epochs")
             for option in ("Model", "Rate", "Optimizer"):
                 expect(page.locator(".options")).not_to_contain_text(option)
+            expect(page.locator(".options")).to_contain_text("Loop my_loop.py:train", use_inner_text=True)
 
 
 def test_a_run_without_a_word_is_drawn_at_no_word_of_another(visit: Visit, tmp_path: Path) -> None:
@@ -460,6 +462,15 @@ def test_a_long_run_is_zoomed_into(visit: Visit, tmp_path: Path) -> None:
         assert ranges == [[25, 75], [38, 63], [31, 56]]
         page.keyboard.press("Escape")
         expect(page.get_by_role("button", name="show all")).to_be_hidden()
+
+
+def test_the_one_loss_before_a_divergence_is_a_point(visit: Visit, tmp_path: Path) -> None:
+    rows = [step_row(1, loss=0.7), step_row(2, loss=math.nan), step_row(3, loss=math.nan)]
+    end_run(store_run(tmp_path, "run", rows, status="failed"), "failed", 3, None)
+    with page_of(tmp_path, "run") as server:
+        page = visit(server.url, color_scheme="light")
+        expect(page.locator(".banner")).to_contain_text("Failed after step 3")
+        assert ink(page, "Loss", rgb=(14, 138, 138)) > 10
 
 
 def test_runs_side_by_side(visit: Visit, tmp_path: Path) -> None:

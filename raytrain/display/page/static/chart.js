@@ -130,7 +130,7 @@ export class Chart {
         stroke: translucent(stroke, one.alpha ?? 1),
         width: one.width ?? 2,
         dash: one.dash,
-        points: { show: one.x.length === 1 || (one.points && one.x.length < FEW_POINTS), size: 6, fill: stroke, stroke },
+        points: { show: (plot, number) => isMarked(plot.data[number], one.points), size: 6, fill: stroke, stroke },
       });
     }
     return {
@@ -192,6 +192,12 @@ export class Chart {
     const where = x == null ? null : el("span", { class: "where" }, PLACES[this.axis](x));
     fill(this.values, where, ...parts.slice(0, MAX_VALUES));
   }
+}
+
+/** Whether each value is marked: of evaluations, if they are few, and of any line with one value, which would be invisible. */
+function isMarked(values, areEvaluations) {
+  const number = values.filter((value) => value != null).length;
+  return number === 1 || (areEvaluations && number < FEW_POINTS);
 }
 
 /** The ends of the x axis of all series. */

@@ -11,7 +11,7 @@ const COLUMNS = [
   { title: "State", name: "state", cell: state, key: ({ status }) => status, ascending: true },
   { title: "Best", name: "accuracy", cell: bestCell, key: score },
   { title: "", name: "curve", cell: sparkline },
-  { title: "Model", name: "model", cell: (run) => el("span", { title: run.model }, formatModel(run.model)), key: ({ model }) => model ?? "", ascending: true },
+  { title: "Model", name: "model", cell: (run) => el("span", { title: network(run) }, formatModel(network(run))), key: (run) => network(run) ?? "", ascending: true },
   { title: "Epochs", name: "epochs", cell: epochs, key: ({ epoch }) => epoch },
   { title: "Rate", name: "rate", cell: (run) => (looksForRate(run) ? "rising" : formatRate(run.learning_rate)), key: ({ learning_rate }) => Number.parseFloat(learning_rate) },
   { title: "Batch", name: "batch", cell: ({ batch_size }) => batch_size ?? UNKNOWN, key: ({ batch_size }) => Number.parseFloat(batch_size) },
@@ -179,8 +179,13 @@ function bestCell(run) {
   return BEST.title === "Best" ? `${name} ${formatMetric(run.metric, value)}` : formatMetric(run.metric, value);
 }
 
-function searchable({ name, recipe, model, status, tags, note, optimizer }) {
-  return [name, recipe, model, status, optimizer, note, ...tags].join(" ").toLowerCase();
+/** The network of the options, or the loop that has built one of its own. */
+function network({ model, loop }) {
+  return model ?? loop;
+}
+
+function searchable({ name, recipe, model, loop, status, tags, note, optimizer }) {
+  return [name, recipe, model, loop, status, optimizer, note, ...tags].join(" ").toLowerCase();
 }
 
 /** What the author says of a run: its tags and its note. */

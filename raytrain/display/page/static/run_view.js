@@ -306,9 +306,9 @@ export class RunView {
   /** What tells most runs apart, above everything else; without options that the user's own loop does not use. */
   showOptions({ config, not_compared, made_of, heartbeat_at }) {
     const { tag = [], note } = config ?? {};
-    const { model, epochs, batch_size, learning_rate, optimizer, schedule } = Object.fromEntries(Object.entries(config ?? {}).filter(([name]) => !not_compared.includes(name)));
+    const { model, loop, epochs, batch_size, learning_rate, optimizer, schedule } = Object.fromEntries(Object.entries(config ?? {}).filter(([name]) => !not_compared.includes(name)));
     const rate = typeof learning_rate === "number" && !this.rateRises ? formatRate(learning_rate) : null;
-    const options = [["Model", model && formatModel(model)], ["Epochs", this.rateRises ? null : epochs], ["Rate", rate], ["Schedule", schedule], ["Batch", batch_size], ["Optimizer", optimizer], ["Tags", tag.join(" ")], ["Note", note], ["Made of", made_of], ["Last active", formatDate(heartbeat_at)]];
+    const options = [["Model", model && formatModel(model)], ["Loop", loop && formatModel(loop)], ["Epochs", this.rateRises ? null : epochs], ["Rate", rate], ["Schedule", schedule], ["Batch", batch_size], ["Optimizer", optimizer], ["Tags", tag.join(" ")], ["Note", note], ["Made of", made_of], ["Last active", formatDate(heartbeat_at)]];
     const known = options.filter(([, value]) => value != null && value !== "");
     this.options.hidden = !config;
     fill(this.options, ...known.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, formatOption(value)))));
