@@ -266,60 +266,60 @@ def _parts_above_classes(paths: list[tuple[str, ...]], tops: set[str], url: str)
     if "train" not in folder_of or not held_out:
         return None
     train, last = folder_of["train"], held_out[-1]
-    beside_parts = sorted(top for top in tops if not is_part(top))
-
-    # Their classes are the folders in them, below those that all images share, as in train/images/cat.
-    below_parts = below_shared_folders([path[1:] for path in paths])
+    url = url.rstrip("/")
+    options = _options_of_parts(url, folder_of)
 
     # A large part may come in numbered folders, such as train.X1 and train.X2: all are used, under the first name.
+    parts = [path[0] if path else "" for path in paths]
     if numbered := numbered_names(names_of):
         _log.warning("The folders %s of %s are used as one, %s/.", first_names(numbered), url, numbered[0])
-        paths = [(numbered[0], *path[1:]) if path and path[0] in numbered else path for path in paths]
+        parts = [numbered[0] if part in numbered else part for part in parts]
     elif len(names_of["train"]) > 1 and not any(map(is_bare_part, names_of["train"])):
         raise UsageError(
             f"{url} contains several folders of training images, {first_names(names_of['train'])}; put the images to "
-            f"train on into one of them, or give {_options_of_parts(url.rstrip('/'), folder_of)}."
+            f"train on into one of them, or give {options}."
         )
-    classes_in = {
-        folder: {below[0] for path, below in zip(paths, below_parts, strict=True) if below and path[0] == folder}
-        for folder in (train, *held_out)
-    }
+
+    # Their classes are the folders in them, below those that all images share, as in train/images/cat.
+    below_parts = below_shared_folders([path[1:] for path in paths])
+    below_of: dict[str, list[tuple[str, ...]]] = {folder: [] for folder in (train, *held_out)}
+    for part, below in zip(parts, below_parts, strict=True):
+        if part in below_of:
+            below_of[part].append(below)
+    classes = {below[0] for below in below_of[train] if below}
 
     # "train" and "test" may be classes, such as of vehicles. Then other classes are beside them, and most of their
     # images are directly in them.
-    paths_in_train = [path for path in paths if path[:1] == (train,)]
-    num_direct = sum(path == (train,) for path in paths_in_train)
-    if beside_parts and (not classes_in[train] or num_direct > len(paths_in_train) - num_direct):
+    beside_parts = sorted(top for top in tops if not is_part(top))
+    if beside_parts and (not classes or 2 * below_of[train].count(()) > len(below_of[train])):
         return None
 
     # So they are parts. All must hold the same classes. A held-out part without them, such as test images whose labels
     # a competition keeps for itself, is left out if another one has them.
-    url = url.rstrip("/")
-    if all(map(is_beside_classes, classes_in[train])):  # or there are none
+    if all(map(is_beside_classes, classes)):  # or there are none
         raise UsageError(
             f"{url} contains {train}/ and {last}/ without class folders; put each class into a folder of its name, "
-            f"or give {_options_of_parts(url, folder_of)} and the classes with --labels or --label-pattern. Omit the "
-            "option for a folder whose labels are not known."
+            f"or give {options} and the classes with --labels or --label-pattern. Omit the option for a folder whose "
+            "labels are not known."
         )
-    problems = {folder: _problem_of_part(paths, classes_in, train, folder, url) for folder in held_out}
-    if all(problems.values()):
-        raise UsageError(problems[last])
-    unusable = [folder for folder, problem in problems.items() if problem]
+    problem_of = {folder: _problem_of_part(below_of, train, folder, url) for folder in held_out}
+    if all(problem_of.values()):
+        raise UsageError(problem_of[last])
+    unusable = [folder for folder, problem in problem_of.items() if problem]
     for folder in unusable:
-        num_images = format_count(sum(path[:1] == (folder,) for path in paths), "image")
+        num_images = format_count(len(below_of[folder]), "image")
         _log.warning("Not used of %s: %s in %s/, in none of the class folders of %s/.", url, num_images, folder, train)
-
-    check_alphabet([below for path, below in zip(paths, below_parts, strict=True) if path[:1] == (train,)], url)
+    check_alphabet(below_of[train], url)
 
     # And no other folder may be beside them.
     if beside_parts:
         raise UsageError(
             f"{url} contains {train}/ and {last}/, and other folders, such as {beside_parts[0]}/, which would become "
-            f"one data set; give {_options_of_parts(url, folder_of)}."
+            f"one data set; give {options}."
         )
     return FolderLabels(
         classes=tuple(below[0] if below else "" for below in below_parts),
-        parts=tuple(path[0] if path else "" for path in paths),
+        parts=tuple(parts),
         folder_of={part: folder for part, folder in folder_of.items() if folder not in unusable},
     )
 
@@ -333,15 +333,15 @@ def _options_of_parts(url: str, folder_of: Mapping[Part, str]) -> str:
 
 
 def _problem_of_part(
-    paths: list[tuple[str, ...]], classes_in: Mapping[str, set[str]], train: str, folder: str, url: str
+    below_of: Mapping[str, Sequence[tuple[str, ...]]], train: str, folder: str, url: str
 ) -> str | None:
     """Return a sentence if a held-out ``folder`` has images in no class, or only in classes that ``train`` lacks.
 
-    Return None if it can be used.
+    Return None if it can be used. ``below_of`` has, by part, the folders of each image below that of the part.
     """
     # Usually, the folder has class folders that are also in train, and no image outside of these.
-    num_direct = sum(path == (folder,) for path in paths)
-    in_train, in_folder = classes_in[train], classes_in[folder]
+    num_direct = below_of[folder].count(())
+    in_train, in_folder = ({below[0] for below in below_of[part] if below} for part in (train, folder))
     if not num_direct and not in_train.isdisjoint(in_folder):
         return None
 
@@ -351,7 +351,7 @@ def _problem_of_part(
             f"{url} contains {train}/ with the classes {first_names(sorted(in_train))} and {folder}/ with others, "
             f"{first_names(sorted(in_folder))}; call the same classes alike, or give --data {url}/{train}."
         )
-    num_images = num_direct or sum(path[:1] == (folder,) for path in paths)
+    num_images = num_direct or len(below_of[folder])
     return (
         f"{url} contains {train}/ with class folders and {folder}/ with {format_count(num_images, 'image')} in no "
         f"class folder; give --data {url}/{train}, of which --validation-fraction is held out."
