@@ -141,24 +141,28 @@ def _records(document: Any, key_names: Set[str]) -> list[_Record]:
 
 def _keyed_records(document: _Record, key_names: Set[str]) -> list[_Record]:
     """Return the rows of an object that has columns by name, records or labels by image, or images by class."""
-    values = list(document.values())
+    names, values = list(document), list(document.values())
+
     # Columns by name: lists or, as pandas writes them, objects with the row's number as name.
-    if all(isinstance(value, (dict, list)) for value in values) and is_header(list(document), key_names):
+    if is_header(names, key_names) and all(isinstance(value, (dict, list)) for value in values):
         columns = [value if isinstance(value, dict) else dict(enumerate(value)) for value in values]
         if any(column.keys() != columns[0].keys() for column in columns):
             raise ValueError(f"its columns have {min(map(len, columns)):,} to {max(map(len, columns)):,} values")
-        return [{name: column[row] for name, column in zip(document, columns, strict=True)} for row in columns[0]]
+        return [{name: column[row] for name, column in zip(names, columns, strict=True)} for row in columns[0]]
+
     # Records by image, or by anything else if each record names its image.
     if all(isinstance(value, dict) for value in values):
         has_keys = all(is_header(list(record), key_names) for record in values)
         return values if has_keys else [{"key": name, **record} for name, record in document.items()]
 
-    # Lists of images by class, of which some may be empty, also by paths without suffixes; else the label by image.
-    def is_path(value: object) -> bool:
-        return is_image(value) or (isinstance(value, str) and "/" in value and not any(map(is_image, document)))
+    # Lists of images by class, of which some may be empty. Paths may lack their suffixes, unless the names have these.
+    if any(values) and all(isinstance(value, list) for value in values):
+        keys = [key for value in values for key in value]
+        may_lack_suffix = not any(map(is_image, names))
+        if all(is_image(key) or (may_lack_suffix and isinstance(key, str) and "/" in key) for key in keys):
+            return [{"key": key, "label": name} for name, keys in document.items() for key in keys]
 
-    if any(values) and all(isinstance(value, list) and all(map(is_path, value)) for value in values):
-        return [{"key": key, "label": name} for name, keys in document.items() for key in keys]
+    # Labels by image.
     return [{"key": name, "label": label} for name, label in document.items()]
 
 
