@@ -34,46 +34,54 @@ def read_lines(text: str, suffix: str, key_names: Set[str]) -> pa.Table:
 
     Raises ValueError, such as pa.ArrowInvalid, if the lines have different numbers of columns.
     """
-    # Skip comments: lines at the top that begin with #, unless they name an image, or the last one names a column, as
-    # NumPy and others write "# path,label".
+    text = _without_remarks(text, key_names)
+
+    # Excel reads, and some programs write, the delimiter in a line of its own: sep=;
+    stated = _DELIMITER_LINE.match(text)
+    text = text[stated.end() :] if stated else text
+    lines = [line for line in _LINES.split(text.strip()) if line.strip()]
+    if stated:
+        return _read_csv(text, stated[1], suffix, key_names, len(lines))
+
+    # R's write.table has all texts in quotes, between blanks: "path" "label"
+    header = re.sub('"[^"]*"', "", lines[0] if lines else "")
+    if lines and '"' in lines[0] and not header.strip():
+        return _read_csv(text, " ", suffix, key_names, len(lines))
+
+    # The delimiter is the most frequent candidate in the first line; in a .tsv it is the tab if that has one. In a list
+    # (.txt), it must be in all lines; others may have ends of lines in quoted texts.
+    delimiter = "\t" if suffix == ".tsv" and "\t" in header else max(",;\t|", key=header.count)
+    if all(delimiter in line for line in (lines if suffix == ".txt" else lines[:1])):
+        return _read_csv(text, delimiter, suffix, key_names, len(lines))
+
+    # Columns are between blanks, unless the first line is a title, above names between other signs.
+    words = lines[0].split()
+    is_title = not is_header(words, key_names) and not any(map(is_image, words))
+    if suffix != ".txt" and is_title and len(lines) > 1 and any(map(lines[1].count, ",;\t|")):
+        raise ValueError(f"its first line, {lines[0][:80]!r}, has no names of columns; remove what stands above these")
+    return _read_spaced(lines, key_names)
+
+
+def _without_remarks(text: str, key_names: Set[str]) -> str:
+    """Return a text without the lines at its beginning that begin with #, as remarks do.
+
+    A line stays if it names an image, or is the last of these and names a column, as in "#,path,label". It loses the
+    sign in "# path,label", as NumPy and others write names of columns.
+    """
     while (text := text.lstrip("\r\n")).startswith("#"):
         line, *rest = _LINES.split(text, maxsplit=1)
         following = "".join(rest)
-        next_words = _BETWEEN_WORDS.split(following.partition("\n")[0])
-        is_last = not next_words[0].startswith("#") and not is_header(next_words, key_names)
-
         words, without_sign = _BETWEEN_WORDS.split(line), _REMARK.sub("", line, count=1)
         if any(map(is_image, words)):
             break
+        next_words = _BETWEEN_WORDS.split(following.partition("\n")[0])
+        is_last = not next_words[0].startswith("#") and not is_header(next_words, key_names)
         if is_last and is_header(_BETWEEN_WORDS.split(without_sign), key_names):
-            text = f"{without_sign}\n{following}"
-            break
+            return f"{without_sign}\n{following}"
         if is_last and is_header(words, key_names):
             break
         text = following
-
-    # Excel reads, and some programs write, the delimiter in a line of its own: sep=;
-    if said := _DELIMITER_LINE.match(text):
-        text = text[said.end() :]
-        return _read_csv(text, said[1], suffix, key_names, sum(1 for line in _LINES.split(text) if line.strip()))
-
-    # The delimiter is the most frequent candidate in the first line; in a .tsv it is the tab if that has one. In a list
-    # (.txt), it must be in all lines.
-    lines = [line for line in _LINES.split(text.strip()) if line.strip()]
-    header = re.sub('"[^"]*"', "", lines[0] if lines else "")
-    if lines and '"' in lines[0] and not header.strip():  # "path" "label", as R's write.table has it
-        return _read_csv(text, " ", suffix, key_names, len(lines))
-    delimiter = "\t" if suffix == ".tsv" and "\t" in header else max(",;\t|", key=header.count)
-    lines_with_delimiter = lines if suffix == ".txt" else lines[:1]  # others may have ends of lines in quoted texts
-    if lines and not all(delimiter in line for line in lines_with_delimiter):
-        words = lines[0].split()
-        is_title = not is_header(words, key_names) and not any(map(is_image, words))
-        if suffix != ".txt" and is_title and len(lines) > 1 and any(map(lines[1].count, ",;\t|")):
-            raise ValueError(
-                f"its first line, {lines[0][:80]!r}, has no names of columns; remove what stands above these"
-            )
-        return _read_spaced(lines, key_names)
-    return _read_csv(text, delimiter, suffix, key_names, len(lines))
+    return text
 
 
 def _read_csv(text: str, delimiter: str, suffix: str, key_names: Set[str], num_lines: int) -> pa.Table:
