@@ -231,43 +231,21 @@ def labels_of(table: pa.Table, url: str, columns: LabelColumns) -> list[str]:
 
     Raises UsageError if a column of labels is missing, or its values are not of the kind that ``columns`` asks for.
     """
-    # A column of 0 and 1 for each class.
     if len(columns.label) > 1:
-        name, count = Counter(map(composed, columns.label)).most_common(1)[0]
-        if count > 1:
-            raise UsageError(f"--label-column names {name!r} {count} times; name each class once.")
-        flags_of_classes: list[Texts] = []
-        for name in columns.label:
-            texts = texts_of(table, url, column_called(table.column_names, url, "--label-column", name)).to_pylist()
-            flags = _flags(texts)
-            if wrong := int((flags == "").sum()):
-                value = texts[int((flags == "").argmax())]
-                raise UsageError(
-                    f"{wrong:,} of {len(flags):,} rows of {url} have neither 0 nor 1 in the column {name!r}, but "
-                    f"{repr(value) if value else 'nothing'} for instance; correct them, or name one --label-column."
-                )
-            flags_of_classes.append(flags)
-        rows = zip(*flags_of_classes, strict=True)
-        classes = list(map(composed, columns.label))
-        return [JOINED.join(sorted(compress(classes, (flag == "1" for flag in row)))) for row in rows]
+        return _labels_of_flags(table, url, columns.label)
 
-    # One column, with one class for each image.
+    # One column, whose values may be lists.
+    wanted = next(iter(columns.label), None)
+    is_missing = wanted is None and find_column(table.column_names, None, LABEL_COLUMNS) is None
+    advice = _advice_on_flags(table, url) if is_missing else None
     option = "--label-column (or several, of 0 and 1)"
-    advice = None
-    if not columns.label and find_column(table.column_names, None, LABEL_COLUMNS) is None:
-        flags = [name for name in table.column_names if _has_flags(table, url, name)]
-        if len(flags) > 1:
-            shown = " ".join(map(shlex.quote, flags[:_MOST_SHOWN])) + (" …" if len(flags) > _MOST_SHOWN else "")
-            advice = f"name the right one with --label-column, or the classes among those of 0 and 1: {shown}"
-            values = np.stack([_flags(texts_of(table, url, name).to_pylist()) for name in flags])  # (C, N)
-            if ((values == "1").sum(axis=0) == 1).all():
-                advice += f"; each row has exactly one 1 in these: if an image has one class, {ONE_CLASS_EACH}"
-    label_name = next(iter(columns.label), None)
-    name = column_called(table.column_names, url, option, label_name, LABEL_COLUMNS, advice=advice)
+    name = column_called(table.column_names, url, option, wanted, LABEL_COLUMNS, advice=advice)
     labels: list[str] = texts_of(table, url, name, may_be_lists=True).to_pylist()
     items_of = {label: _items(label, columns.separator) for label in set(labels)}
+
+    # With one class for each image, a list of one item, or of the same one again, as of several people who agree, is as
+    # good as a text.
     if columns.separator is None:
-        # A list of one item, or of the same one again, as of several people who agree, is as good as a text.
         if num_several := sum(len(set(items_of[label])) > 1 for label in labels):
             raise UsageError(
                 f"{num_several:,} of {len(labels):,} rows of {url} have a list of several labels; give "
@@ -275,7 +253,7 @@ def labels_of(table: pa.Table, url: str, columns: LabelColumns) -> list[str]:
             )
         return single_classes(["".join(items_of[label][:1]) for label in labels], url)
 
-    # One column, with several classes.
+    # With several classes, a list may not hold the numbers 0 and 1 in place of names.
     several = [[] if label in NO_LABELS else items_of[label] for label in labels]
     if len(several[0]) > 1 and all(len(names) == len(several[0]) and {*names} <= _FLAGS.keys() for names in several):
         raise UsageError(
@@ -283,6 +261,43 @@ def labels_of(table: pa.Table, url: str, columns: LabelColumns) -> list[str]:
             "classes that they stand for; write a column for each class, and name these with --label-column."
         )
     return [JOINED.join(sorted(set(names))) for names in several]
+
+
+def _labels_of_flags(table: pa.Table, url: str, names: Sequence[str]) -> list[str]:
+    """Return the classes of each row, sorted and joined by JOINED, from a column of 0 and 1 for each class.
+
+    Raises UsageError if a class is named twice, or a column has other values.
+    """
+    classes = list(map(composed, names))
+    name, count = Counter(classes).most_common(1)[0]
+    if count > 1:
+        raise UsageError(f"--label-column names {name!r} {count} times; name each class once.")
+    flags_of_classes: list[Texts] = []
+    for name in names:
+        texts = texts_of(table, url, column_called(table.column_names, url, "--label-column", name)).to_pylist()
+        flags = _flags(texts)
+        if wrong := int((flags == "").sum()):
+            value = texts[int((flags == "").argmax())]
+            raise UsageError(
+                f"{wrong:,} of {len(flags):,} rows of {url} have neither 0 nor 1 in the column {name!r}, but "
+                f"{repr(value) if value else 'nothing'} for instance; correct them, or name one --label-column."
+            )
+        flags_of_classes.append(flags)
+    rows = zip(*flags_of_classes, strict=True)
+    return [JOINED.join(sorted(compress(classes, (flag == "1" for flag in row)))) for row in rows]
+
+
+def _advice_on_flags(table: pa.Table, url: str) -> str | None:
+    """Return what to do with a table that has no column of labels, but several of 0 and 1; None without these."""
+    flags = [name for name in table.column_names if _has_flags(table, url, name)]
+    if len(flags) < 2:
+        return None
+    shown = " ".join(map(shlex.quote, flags[:_MOST_SHOWN])) + (" …" if len(flags) > _MOST_SHOWN else "")
+    advice = f"name the right one with --label-column, or the classes among those of 0 and 1: {shown}"
+    values = np.stack([_flags(texts_of(table, url, name).to_pylist()) for name in flags])  # (C, N)
+    if ((values == "1").sum(axis=0) == 1).all():
+        advice += f"; each row has exactly one 1 in these: if an image has one class, {ONE_CLASS_EACH}"
+    return advice
 
 
 def _has_flags(table: pa.Table, url: str, name: str) -> bool:
