@@ -271,51 +271,32 @@ def label_table(table: pa.Table, url: str, columns: LabelColumns, images_urls: S
     if not len(table):
         raise UsageError(f"The label file {url} has no row; it must have one for each image.")
     table = _without_absent_classes(table, url, columns)
-    # Of several columns that may have the keys, one whose values end like images has them: `key` may number the rows.
-    usual = sorted(KEY_COLUMNS, key=lambda name: not _has_images(table, name))
-    key = column_called(table.column_names, url, "--key-column", columns.key, usual)
-    key_texts = texts_of(table, url, key)
-    keys = [normalized_key(key, images_urls) for key in key_texts.to_pylist()]
-    # Numbers beside names of images may be those of the rows, and still be the names of other images without suffix.
-    # URLs are where the images come from, as in the columns image, label and url.
-    may_be_rows = not columns.key and all(map(is_whole_number, keys))
-    other_names = [name for name in table.column_names if _has_images(table, name)] if may_be_rows else []
-    if names := [name for name in other_names if "://" not in str(table[name][0])]:
-        raise UsageError(
-            f"{url} has numbers in the column {key!r}, and names of images in {names[0]!r}; name the right one with "
-            "--key-column."
-        )
+    key = _key_column(table, url, columns)
+    keys = [normalized_key(text, images_urls) for text in texts_of(table, url, key).to_pylist()]
     table = with_parts_of_tags(table, url, columns)
     split = split_column(table, url, columns)
     group = columns.group and column_called(table.column_names, url, "--group-by", columns.group)
 
-    # Of three columns without a header, as AutoML writes them, the one beside image and split has the labels.
+    # Of three columns without a header, as AutoML writes them, the one beside image and split has the labels. A list of
+    # images has no column of labels: the folders in it are the labels.
     others = [name for name in table.column_names if name not in (key, split)]
     if not columns.label and len(others) == 1 and is_invented_name(others[0]):
         columns = replace(columns, label=(others[0],))
-
-    # A list of images has no column of labels: the folders in it are the labels.
-    if len(table.column_names) == 1 and not columns.label:
-        labels = list(read_folders(keys, url).classes)
-        if not any(labels):
-            raise UsageError(
-                f"The label file {url} has one column, such as {keys[0]!r}, with neither labels nor folders; give one "
-                "with the path and the label of each image."
-            )
+    if len(table.column_names) > 1 or columns.label:
+        labels = labels_of(table, url, columns)
+    elif any(labels := list(read_folders(keys, url).classes)):
         _log.warning("%s has no labels: the folders in it are the classes.", url)
     else:
-        labels = labels_of(table, url, columns)
+        raise UsageError(
+            f"The label file {url} has one column, such as {keys[0]!r}, with neither labels nor folders; give one with "
+            "the path and the label of each image."
+        )
 
     # Drop rows without a key, and repeated rows.
     empty = [""] * len(table)
-    rows = pa.table(
-        {
-            "key": keys,
-            "label": labels,
-            "split": pc.utf8_lower(texts_of(table, url, split)) if split else empty,
-            "group": texts_of(table, url, group) if group else empty,
-        }
-    )
+    splits = pc.utf8_lower(texts_of(table, url, split)) if split else empty
+    groups = texts_of(table, url, group) if group else empty
+    rows = pa.table({"key": keys, "label": labels, "split": splits, "group": groups})
     rows = rows.filter(pc.not_equal(rows["key"], ""))
     if num_without_key := len(table) - len(rows):
         _log.warning("Rows of %s that name no image are not used: %s.", url, f"{num_without_key:,}")
@@ -330,13 +311,11 @@ def label_table(table: pa.Table, url: str, columns: LabelColumns, images_urls: S
     if not any(splits):
         tops = top_folders(keys)
         parts = parts_among(tops)
-        if parts and {*tops} <= {*parts}:
-            _log.warning(
-                "The folders %s in %s say the split into training and held-out images.", first_names(parts), url
-            )
-            splits = np.array([top.lower() for top in tops], object)
-        else:
-            splits = np.full(len(keys), "", object)
+        are_splits = bool(parts) and {*tops} <= {*parts}
+        splits = np.array([top.lower() if are_splits else "" for top in tops], object)
+        if are_splits:
+            sentence = "The folders %s in %s say the split into training and held-out images."
+            _log.warning(sentence, first_names(parts), url)
 
     # Classes are listed only where an image may have several of them, or none.
     classes: tuple[str, ...] | None = None
@@ -347,6 +326,27 @@ def label_table(table: pa.Table, url: str, columns: LabelColumns, images_urls: S
     label_rows = LabelTable(url, keys, labels, splits, groups, classes)
     _check_rows(label_rows, columns)
     return label_rows
+
+
+def _key_column(table: pa.Table, url: str, columns: LabelColumns) -> str:
+    """Return the column of keys: the one that ``columns`` names, or one of those with a usual name.
+
+    Raises UsageError if there is none, or it has numbers and another one names of images.
+    """
+    # Of several with usual names, one whose values end like images has the keys: `key` may number the rows.
+    usual = sorted(KEY_COLUMNS, key=lambda name: not _has_images(table, name))
+    key = column_called(table.column_names, url, "--key-column", columns.key, usual)
+
+    # Numbers beside names of images may be those of the rows, and still be the names of other images without suffix.
+    # URLs are where the images come from, as in the columns image, label and url.
+    may_be_rows = not columns.key and all(map(is_whole_number, texts_of(table, url, key).to_pylist()))
+    other_names = [name for name in table.column_names if _has_images(table, name)] if may_be_rows else []
+    if names := [name for name in other_names if "://" not in str(table[name][0])]:
+        raise UsageError(
+            f"{url} has numbers in the column {key!r}, and names of images in {names[0]!r}; name the right one with "
+            "--key-column."
+        )
+    return key
 
 
 def _joined_rows(rows: pa.Table) -> pa.Table:
