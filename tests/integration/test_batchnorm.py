@@ -241,7 +241,7 @@ def run_corners() -> dict[str, Any]:
         found[f"{mode}, compiled"] = (output.detach(), copy.deepcopy(compiled.state_dict()))
         frozen = batchnorm.convert(nn.BatchNorm2d(2), mode).eval()
         found[f"{mode}, frozen"] = (frozen(own.float()).detach(), own.float(), copy.deepcopy(frozen.state_dict()))
-    found["mixed"] = run_mixed_precision()
+    found["mixed"] = {dtype: run_mixed_precision(dtype) for dtype in (torch.float32, torch.bfloat16)}
     found["placeholder"] = input_gradients()
     found["unequal"] = called_unequally()
     found["gathered"] = {mode: of_gathered_rows(mode) for mode in MODES}
@@ -398,13 +398,14 @@ def test_mixed_precision_keeps_the_statistics_in_float32(
     assert ours.state_dict()["running_mean"].dtype == torch.float32
 
 
-def run_mixed_precision() -> tuple[Tensor, Tensor | None]:
-    layer = batchnorm.convert(nn.BatchNorm2d(3), "sync")
+def run_mixed_precision(dtype: torch.dtype) -> tuple[Tensor, Tensor | None, Tensor]:
+    """The output of a layer of this type for bfloat16 images, their gradient, and the running means."""
+    layer = batchnorm.convert(nn.BatchNorm2d(3).to(dtype), "sync")
     images, weights = mixed_batch()
     own = images.chunk(2)[dist.get_rank()].requires_grad_()
     output = layer(own)
     (output * weights.chunk(2)[dist.get_rank()]).sum().backward()
-    return output.detach(), own.grad
+    return output.detach(), own.grad, layer.state_dict()["running_mean"]
 
 
 def mixed_batch() -> tuple[Tensor, Tensor]:
@@ -412,12 +413,17 @@ def mixed_batch() -> tuple[Tensor, Tensor]:
     return images + 10, weights
 
 
-def test_mixed_precision_between_ranks_is_as_exact_as_bfloat16(corners: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_mixed_precision_between_ranks_is_as_exact_as_bfloat16(
+    corners: list[dict[str, Any]], dtype: torch.dtype
+) -> None:
     images, weights = mixed_batch()
     images.requires_grad_()
-    output = nn.BatchNorm2d(3)(images)
+    layer = nn.BatchNorm2d(3)
+    output = layer(images)
     (output * weights).sum().backward()
-    outputs, gradients = zip(*(found["mixed"] for found in corners), strict=True)
+    outputs, gradients, running_means = zip(*(found["mixed"][dtype] for found in corners), strict=True)
+    torch.testing.assert_close(running_means, (layer.state_dict()["running_mean"].to(dtype),) * 2)
     torch.testing.assert_close(torch.cat(outputs), output)
     torch.testing.assert_close(torch.cat(gradients), images.grad, rtol=0.05, atol=0.05)
 

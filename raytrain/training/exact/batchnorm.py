@@ -257,6 +257,8 @@ class ConvertedBatchNorm(_BatchNorm):
         ``counts`` is 1, or 0 for a batch without variance, of a single value: its weight is 0, and it is not counted.
         """
         assert self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None
+        # The statistics of a network in half precision are kept in that, and those of a batch are float32.
+        mean, variance, weight = (tensor.to(self.running_mean.dtype) for tensor in (mean, variance, weight))
         self.running_mean.lerp_(mean, weight)
         self.running_var.lerp_(variance, weight)
         self.num_batches_tracked.add_(counts)
@@ -353,8 +355,9 @@ class SynchronisedBatchNorm(ConvertedBatchNorm):
             counts = total > 1
             weight_of_batch = self.next_momentum() * counts.to(mean.dtype)
             self.update_running(mean, unbiased(variance, different), weight_of_batch, counts)
-        weight = torch.ones_like(mean) if self.weight is None else self.weight
-        bias = torch.zeros_like(mean) if self.bias is None else self.bias
+        # The kernel takes weights of the type of the statistics, float32, also if the network is in half precision.
+        weight = torch.ones_like(mean) if self.weight is None else self.weight.to(mean.dtype)
+        bias = torch.zeros_like(mean) if self.bias is None else self.bias.to(mean.dtype)
         statistics = mean, variance, total, self.weight_of_loss
         return cast(Tensor, NormaliseTogether.apply(input, weight, bias, *statistics, self.eps, count == 0))
 
