@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from itertools import islice
 from types import FrameType
 
+import torch
 import torch.distributed as dist
 
 from raytrain.config.user_code import users_line
@@ -25,6 +26,17 @@ _COLLECTIVES = dist.distributed_c10d.__file__  # torch's file of collectives
 _WAITING_METHODS = {
     method.__code__ for method in (Bucket.receive, StepMetrics.num_used, StepMetrics.read, StepMetrics.joined)
 }
+
+
+def wait_for_all() -> None:
+    """Wait until every worker has called this; a single worker waits for nothing.
+
+    Example: ``wait_for_all()  # afterwards, each worker has written its files``
+    """
+    if dist.is_initialized():
+        # On GPUs, torch warns, at the end of each run, of a barrier that does not name the GPU of its process.
+        is_on_gpus = dist.get_backend() == dist.Backend.NCCL
+        dist.barrier(device_ids=[torch.cuda.current_device()] if is_on_gpus else None)
 
 
 @contextmanager

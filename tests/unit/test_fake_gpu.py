@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -40,7 +42,9 @@ from raytrain.training.networks.model import build_model
 from raytrain.training.networks.weight_average import WeightAverage
 from raytrain.training.protocols import Worker
 from raytrain.training.run import Run
+from raytrain.training.waiting import wait_for_all
 from tests.gpu.same import OPTIONS
+from tests.helpers.gloo_processes import run_in_processes
 from tests.helpers.memory_runs import Recorder, images, make_run
 from tests.helpers.memory_runs import config as small_config
 
@@ -331,3 +335,21 @@ def test_an_evaluation_waits_once_at_its_end(
         with HostWaits() as waits:
             run.evaluate()
     assert waits.found == []
+
+
+def warnings_of_a_barrier_on_gpus() -> list[str]:
+    """Return torch's warnings of a barrier in a process group that takes itself for one of GPUs."""
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        patch.setattr(torch._C, "_get_accelerator", lambda: GPU)
+        patch.setattr(torch.cuda, "current_device", lambda: 0)
+        patch.setattr(dist, "get_backend", lambda: "nccl")
+        patch.setattr(dist.distributed_c10d, "_get_object_coll_device", lambda group: "cuda")
+        patch.setattr(dist.ProcessGroup, "barrier", lambda group, opts: None)
+        wait_for_all()
+    return [str(each.message) for each in found]
+
+
+@pytest.mark.not_quick
+def test_torch_does_not_warn_of_the_barrier_at_the_end_of_a_run() -> None:
+    assert run_in_processes(1, warnings_of_a_barrier_on_gpus) == [[]]

@@ -45,6 +45,7 @@ from raytrain.runs.outcome import Outcome
 from raytrain.training.assembly import load_initial_weights, make_run, train_run
 from raytrain.training.run_spec import RunSpec
 from raytrain.training.script_logging import LoggedRecord, log_as
+from raytrain.training.waiting import wait_for_all
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -231,8 +232,7 @@ def work(spec: RunSpec, inputs: WorkerInputs) -> None:
     except Exception as error:
         reporter.note_worker_failure(rank, describe(error), traceback.format_exc())
         os._exit(_FAILED)
-    if dist.is_initialized():
-        dist.barrier()  # until every worker has written everything: after the report, the driver ends them all
+    wait_for_all()  # until every worker has written everything: after the report, the driver ends them all
     if rank == 0:
         reporter.conclude(outcome)
 

@@ -49,6 +49,7 @@ from raytrain.runs.metric_row import MetricRow, SkippedImage, SuspiciousLabel
 from raytrain.training.assembly import make_run, train_run
 from raytrain.training.run_spec import RunSpec
 from raytrain.training.script_logging import LoggedRecord, log_as
+from raytrain.training.waiting import wait_for_all
 
 _POLL_S = 20.0
 
@@ -161,8 +162,7 @@ def work(spec: RunSpec, inputs: RayWorkerInputs) -> None:
         if ray.get(give_up.remote(error_with_hint, trace_of(error), rank)):
             return  # the driver ends the run; an exception would have Ray Train start other workers
         raise
-    if dist.is_initialized():
-        dist.barrier()  # every worker's log must be there before the driver ends them
+    wait_for_all()  # every worker's log must be there before the driver ends them
     if rank == 0:
         ray.get(inputs.coordinator.conclude.remote(outcome))
 
