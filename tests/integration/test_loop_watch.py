@@ -507,6 +507,12 @@ def hardest_by_numpy(model: nn.Module, batch: Any) -> Tensor:
     return losses[np.argsort(losses.detach().numpy())[-4:].copy()].mean()
 
 
+def easiest_by_order(model: nn.Module, batch: Any) -> Tensor:
+    """As in co-teaching: NumPy makes a tensor of the order, as it got one."""
+    losses = losses_of(model, batch)
+    return losses[np.argsort(losses.data)[:4]].mean()
+
+
 def easiest(model: nn.Module, batch: Any) -> Tensor:
     """As in co-teaching. One line brings six numbers, as many as a worker has images."""
     x, y = batch.images, batch.labels
@@ -784,6 +790,7 @@ NOTES: dict[str, tuple[Loop, str]] = {
     "a number of a network": (by_steps(entropy, Scaled), "Scaled.size"),
     "a number of one of two layers": (by_steps(entropy, TwiceScaled), "Scale.size"),
     "the hardest images by NumPy": (by_steps(hardest_by_numpy, mlp), "numbers that differ between the workers"),
+    "the easiest images by NumPy's order": (by_steps(easiest_by_order, mlp), "numbers that differ between the workers"),
     "the hardest images by a list": (by_steps(hardest_by_list, mlp), "return losses[sorted(range(len(losses))"),
     "the easiest images": (by_steps(easiest, mlp), "numbers that differ between the workers"),
     "the hardest images by sorted": (by_steps(hardest_by_sorted, mlp), "run.gather("),

@@ -96,6 +96,8 @@ class LoopNumbers:
             self._places.setdefault(tensor, frozenset())
         written = args[:1] if name == "__setitem__" else ()
         results = [result] if isinstance(result, Tensor) else tree_leaves(result)
+        if name == "__array_wrap__":  # NumPy has made a tensor of its own, as by np.argsort(losses)
+            results = []
         for leaf in (*results, *written):
             if isinstance(leaf, Tensor) and id(leaf) not in self._weights:
                 self._places[leaf] = places
@@ -176,12 +178,13 @@ class LoopNumbers:
     def _is_new(self, tensor: Tensor) -> bool:
         """Return whether a call gets ``tensor`` from an earlier step, or from NumPy, for the first time in this step.
 
-        Weights, tensors with a row for each image, and tensors whose values cannot be added up are never new.
+        Weights, tensors with a row for each image, and tensors whose values cannot be added up are never new. An order
+        of the images is, as of np.argsort(losses): whoever cuts it chooses some of them.
         """
-        if tensor in self._places or id(tensor) in self._weights or self._is_of_images(tensor.shape):
+        if tensor in self._places or id(tensor) in self._weights or not has_digest(tensor):
             return False
-        if not has_digest(tensor):
-            return False
+        if self._is_of_images(tensor.shape):
+            return self._is_order(tensor)
         # An array becomes a tensor without a call that can be seen. Only small ones, such as a number for each class,
         # are compared, as larger ones may be images of a loader of the user's own.
         may_be_of_numpy = tensor.is_cpu and tensor.ndim < 2 and tensor.numel() < self._num_images
@@ -190,6 +193,16 @@ class LoopNumbers:
     def _is_of_images(self, shape: Sequence[int]) -> bool:
         """Return whether something of this ``shape`` has a row for each of this worker's images, or for two of each."""
         return len(shape) > 0 and shape[0] in (self._num_images, 2 * self._num_images)
+
+    def _is_order(self, tensor: Tensor) -> bool:
+        """Return whether ``tensor`` has the number of each of this worker's images once, in another order.
+
+        Of up to four images, it may also be their labels.
+        """
+        if not tensor.is_cpu or tensor.is_floating_point() or tensor.shape != (self._num_images,) or len(tensor) < 5:
+            return False
+        numbers = tensor.tolist()
+        return numbers != sorted(numbers) == list(range(self._num_images))
 
 
 def differing_lines(numbers: Sequence[Mapping[Place, list[float]]]) -> list[tuple[str, int]]:

@@ -46,14 +46,9 @@ PUT_BACK = {  # rows where they were before a selection
     "__setitem__",
 }
 LIKE_ANOTHER = {"to", "type_as", "expand_as", "view_as", "reshape_as"}  # the other tensor gives only type or shape
-NEW_TENSORS = {
-    "zeros_like",
-    "ones_like",
-    "empty_like",
-    "new_zeros",
-    "new_ones",
-    "new_empty",
-}  # of another one's type or shape
+NEW_TENSORS = {  # of another one's type or shape, or what NumPy has made of one
+    *("zeros_like", "ones_like", "empty_like", "new_zeros", "new_ones", "new_empty", "__array_wrap__"),
+}
 READ_BY_PYTHON = {"item", "tolist", "numpy", "__array__", "__bool__", "__float__", "__int__", "__index__"}
 NOT_REPEATED = {  # functions with an effect beyond their result, or whose result does not depend on the images
     *("backward", "grad", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "requires_grad_"),
