@@ -39,17 +39,17 @@ import subprocess
 
 class Node:
     def __init__(self, *args, **options):
-        self.raylet = subprocess.Popen([{raylet!r}, "20"])
-        self.gcs_address = str(self.raylet.pid)
+        self.processes = [subprocess.Popen([program, "20"]) for program in {programs!r}]
+        self.gcs_address = " ".join(str(process.pid) for process in self.processes)
 """
 ENDS_SILENTLY = """
 import os, signal, sys
 from raytrain.launch.ray.own_cluster import LocalCluster
 
 cluster = LocalCluster({"PYTHONPATH": sys.argv[1]})
-raylet = int(cluster.address())
-if sys.argv[2] != "driver":
-    os.kill(raylet, signal.SIGKILL)
+for process in cluster.address().split():
+    if sys.argv[2] != "driver":
+        os.kill(int(process), signal.SIGKILL)
 if sys.argv[2] == "told":
     cluster.close()
 os._exit(1)  # as Ray does when a call does not reach the raylet
@@ -99,22 +99,23 @@ def test_a_cluster_that_cannot_start_says_why(
 
 
 @pytest.mark.parametrize(
-    ("killed", "name", "sentence"),
+    ("killed", "names", "sentence"),
     [
-        ("raylet", "raylet", "raytrain: Ray's process on this machine, the raylet, has died, "),
-        ("head", "gcs_server", "raytrain: Ray's head on this machine, the gcs_server, has died, "),
-        ("told", "raylet", ""),  # a driver that ends by itself has said why
-        ("driver", "raylet", ""),
+        ("raylet", ["raylet"], "raytrain: Ray's process on this machine, the raylet, has died, "),
+        ("head", ["raylet", "gcs_server"], "raytrain: Ray's head on this machine, the gcs_server, has died, "),
+        ("told", ["raylet"], ""),  # a driver that ends by itself has said why
+        ("driver", ["raylet"], ""),
     ],
 )
 def test_a_driver_that_ray_ends_without_a_word_gets_a_sentence(
-    tmp_path: Path, killed: str, name: str, sentence: str
+    tmp_path: Path, killed: str, names: list[str], sentence: str
 ) -> None:
-    os.symlink(shutil.which("sleep") or "", tmp_path / name)
-    put_stand_in(tmp_path, NODE_OF.format(raylet=str(tmp_path / name)))
+    for name in names:
+        os.symlink(shutil.which("sleep") or "", tmp_path / name)
+    put_stand_in(tmp_path, NODE_OF.format(programs=[str(tmp_path / name) for name in names]))
     driver = [sys.executable, "-c", ENDS_SILENTLY, str(tmp_path), killed]
     done = subprocess.run(driver, stderr=subprocess.PIPE, text=True, timeout=60)
-    assert done.stderr.startswith(sentence) and bool(done.stderr) == bool(sentence), done.stderr
+    assert done.stderr.startswith(sentence) and len(done.stderr.splitlines()) == bool(sentence), done.stderr
 
 
 def test_a_run_that_stands_still_while_the_disk_is_full_says_so(

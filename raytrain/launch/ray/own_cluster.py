@@ -75,9 +75,9 @@ TOO_SLOW = "timed out during startup"  # Ray gives its processes 30 s, which can
 _NUM_TRIES = 3
 _MAX_FOLDER = 39  # bytes of the folder's path; the paths of Ray's sockets in it must not exceed 107
 _LOG_BYTES = 10_000_000  # of room for the logs of a run's processes
-_HEADS_PROCESSES = {
-    "raylet": "Ray's process on this machine, the raylet,",
+_HEADS_PROCESSES = {  # the others end with the first one
     "gcs_server": "Ray's head on this machine, the gcs_server,",
+    "raylet": "Ray's process on this machine, the raylet,",
 }
 _OPEN_FILES = 65536  # what Ray asks for; many systems allow a process 1024 if it does not ask
 
@@ -274,14 +274,11 @@ def run_until_input_ends(terminal: int) -> None:
 
     children = psutil.Process().children()
     died = [child.name() for child in children if child.status() == psutil.STATUS_ZOMBIE]
+    cause = next((subject for name, subject in _HEADS_PROCESSES.items() if name in died), None)
     with open(terminal, "w", errors="replace") as output, contextlib.suppress(OSError):
-        for name in [] if has_closed else _HEADS_PROCESSES.keys() & died:
-            print(
-                f"raytrain: {_HEADS_PROCESSES[name]} has died, as if for lack of memory, and has taken this command "
-                "along; run it again, with --resume if a run had begun to train.",
-                file=output,
-                flush=True,
-            )
+        if cause and not has_closed:
+            sentence = f"{cause} has died, as if for lack of memory, and has taken this command along; run it again, "
+            print(f"raytrain: {sentence}with --resume if a run had begun to train.", file=output, flush=True)
 
 
 if __name__ == "__main__":
