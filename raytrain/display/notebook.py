@@ -43,6 +43,7 @@ class CellOutput:
 
     def __init__(self, waiting: str, widget: RunWidget | None = None) -> None:
         self._waiting, self._widget = waiting, widget
+        self._is_first = True  # nothing but the first picture was shown
 
     def start(self, refresh: bool = True) -> None:
         """Show the first picture."""
@@ -54,10 +55,13 @@ class CellOutput:
         """Show ``picture`` in place of the one before."""
         from IPython.display import HTML
 
+        self._is_first = False
         self._display.update(HTML(as_html(picture)))
 
     def stop(self) -> None:
-        """Do nothing: the last picture stays."""
+        """Leave the last picture as it is, but remove the first one: the run was refused, and waits for nothing."""
+        if self._is_first:
+            self.update(Text(""))
 
 
 class NotebookView:

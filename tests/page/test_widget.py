@@ -129,6 +129,7 @@ def test_an_error_in_a_notebook_is_a_sentence_with_its_line_and_a_view_says_why_
     assert errors[0][1] == 'cell In[2], line 1: raytrain.train(raytrain.recipes.digits(data="nowhere", ' + (
         'backend="local", workers=1))'
     )
+    assert "starting the workers" not in str(cells[1].outputs), "a run that is refused starts nothing"
     assert errors[1][1] == "cell In[3], line 2: await handle"
     assert "(cell In[4], line 4: `batch.images.reshape(3, 5, 7)`)" in errors[2][0]
     below_the_start = [output.get("data", {}).get("text/html", "") for output in cells[2].outputs]
