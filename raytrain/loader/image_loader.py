@@ -206,6 +206,19 @@ class ImageLoader:
         return len(self._data.train)
 
     @property
+    def mean(self) -> tuple[float, ...]:
+        """Mean of each channel, in 0..1, that is subtracted from images: that of the training images if none is given.
+
+        Whatever gives images to the network later must do the same: ``(pixels / 255 - mean) / std``.
+        """
+        return self._config.mean
+
+    @property
+    def std(self) -> tuple[float, ...]:
+        """Standard deviation of each channel, in 0..1, by which images are divided: see :attr:`mean`."""
+        return self._config.std
+
+    @property
     def skipped(self) -> list[SkippedImage]:
         """Images that this process could not read so far, each with its ``key`` and the ``reason``."""
         return list(self._skipped.by_key.values())

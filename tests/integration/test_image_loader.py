@@ -318,6 +318,15 @@ def test_mixed_images_come_in_no_pair_with_labels(images: Path) -> None:
         assert all(take(batch).ndim == 1 for batch in loader.validation)  # which are not mixed
 
 
+def test_images_are_normalised_by_the_mean_and_std_that_a_loader_names(images: Path) -> None:
+    options: dict[str, Any] = {"batch_size": 20, "image_size": 12, "validation_fraction": 0.2}
+    with ImageLoader(images, **options) as loader:
+        raw = ImageLoader(images, **options, mean=(0.0,) * 3, std=(1.0,) * 3)
+        (normalised, _), (pixels, _) = next(iter(loader)), next(iter(raw))
+        mean, std = (torch.tensor(numbers)[:, None, None] for numbers in (loader.mean, loader.std))
+    torch.testing.assert_close(normalised, (pixels - mean) / std)
+
+
 def test_a_batch_of_another_type_has_the_same_labels_and_samples(images: Path) -> None:
     (loader,) = loaders(images, 1, cutmix=1.0)
     batch = next(iter(loader))
