@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -35,6 +35,7 @@ from raytrain.training.batches.augmentation import Augmentation
 from raytrain.training.batches.batch import Batch
 from raytrain.training.batches.device_batches import HostTensors, on_host
 from raytrain.training.batches.mixup import mix_batch
+from raytrain.training.exact import dropout
 from raytrain.training.metrics import machine_meter, sample_margins, step_metrics
 from raytrain.training.metrics.step_metrics import StepMetrics, StepTotals
 from raytrain.training.networks.loss import Loss
@@ -200,6 +201,14 @@ def test_the_loss_is_computed_where_the_logits_are(options: dict[str, Any], weig
         targets = torch.zeros(4, 10, device=GPU) if "labels" in options else batch().targets
         loss = Loss(config(**options), 10, weights, GPU)
         assert call(lambda: loss(torch.zeros(4, 10, device=GPU), targets)).device == GPU
+
+
+def test_dropout_draws_for_several_views_where_the_images_are() -> None:
+    network = dropout.convert(nn.Sequential(nn.Dropout(0.5)))
+    with on_a_gpu() as call:
+        layers = dropout.begin(network.modules(), batch(4).samples, seed=0, step=0)
+        call(lambda: dropout.follow_views(layers, batch(8).images))
+        assert call(lambda: network(torch.ones(8, 5, device=GPU))).device == GPU
 
 
 def test_margins_are_added_up_where_the_logits_are(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,8 +107,9 @@ def follow_views(layers: Iterable[nn.Module], images: Tensor) -> None:
             for view in range(1, num_views)
         )
         by_view = torch.stack([keys, *of_other_views])  # (k, m)
-        are_side_by_side = torch.equal(images[::num_views], images[1::num_views])
-        row_keys = (by_view.T if are_side_by_side else by_view).reshape(-1)
+        # Both orders of the keys are made, and the device chooses: torch.equal would have the host wait for it.
+        are_side_by_side = (images[::num_views] == images[1::num_views]).all()
+        row_keys = torch.where(are_side_by_side, by_view.T.reshape(-1), by_view.reshape(-1))
     for layer in converted:
         layer.row_keys = row_keys
 
