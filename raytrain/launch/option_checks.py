@@ -204,10 +204,12 @@ def check_warmup(config: TrainConfig) -> None:
         )
 
 
-def useless_lengths(config: TrainConfig) -> list[str]:
-    """Return a sentence for each option whose interval is longer than the run, so that it has no effect.
+def hardly_meant(config: TrainConfig) -> list[str]:
+    """Return a sentence for each option that is allowed, and that hardly anybody means.
 
-    Example: ``useless_lengths(TrainConfig(batch_size=8, epochs=2, checkpoint_every=("5ep",)))``
+    Most are intervals that are longer than the run, so that they have no effect.
+
+    Example: ``hardly_meant(TrainConfig(batch_size=8, epochs=2, checkpoint_every=("5ep",)))``
     """
     epochs, every = config.epochs, config.evaluate_every  # --evaluate-every 0: only at the end
     sentences: list[str] = []
@@ -236,5 +238,18 @@ def useless_lengths(config: TrainConfig) -> list[str]:
         sentences.append(
             f"--checkpoint-every is {' '.join(config.checkpoint_every)} and --epochs {epochs}: no epoch but the last "
             "is followed by a checkpoint."
+        )
+
+    # Layers that are frozen, or wait for the head, should have learned something. Own code may load weights itself.
+    held = [option for option in ("freeze", "head_epochs") if getattr(config, option)]
+    if held and config.weights is None and not names_own_function(config.model):
+        sentences.append(
+            f"{' and '.join(map(flag, held))} without --weights: the layers that are held keep random weights; give "
+            "some, or train all layers."
+        )
+    if config.sampling == "balanced" and config.class_weights == "balanced":
+        sentences.append(
+            "--sampling balanced and --class-weights balanced: each makes up for rare classes, which both together "
+            "make the most important; leave one of them out."
         )
     return sentences

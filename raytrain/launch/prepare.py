@@ -27,7 +27,7 @@ from raytrain.data.images.crop_box import fastest_resizer
 from raytrain.errors import StorageError, UsageError
 from raytrain.launch.choose_options import open_decided
 from raytrain.launch.notification import check_notify
-from raytrain.launch.option_checks import check_cuda_graphs, choose_decoder, useless_lengths
+from raytrain.launch.option_checks import check_cuda_graphs, choose_decoder, hardly_meant
 from raytrain.launch.placement import Placement, fastest_precision
 from raytrain.launch.resumed_options import resumed_options
 from raytrain.loader.machine import gpu_decoder_problem
@@ -330,7 +330,7 @@ class PreparedRun(TrainRequest):
 
         # Warn of settings that are allowed for short tests, but which are hardly ever meant.
         if self.loop is None and self.config.loop is None and not self.config.is_range_test:
-            for sentence in useless_lengths(self.config):
+            for sentence in hardly_meant(self.config):
                 warn_once(sentence)
         if resolved.batch_size > (num_images := len(self.data.train)):
             _log.warning(

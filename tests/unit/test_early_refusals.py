@@ -14,7 +14,7 @@ import pytest
 import raytrain
 from raytrain.display import train as display_train
 from raytrain.errors import UsageError
-from raytrain.launch.option_checks import check_options, useless_lengths
+from raytrain.launch.option_checks import check_options, hardly_meant
 from raytrain.launch.placement import Hardware, place
 from raytrain.launch.prepare import settle_options
 from raytrain.recipes import cifar10_fast, custom, digits
@@ -184,7 +184,7 @@ def test_a_warmup_that_is_longer_than_the_run_is_refused(options: dict[str, Any]
 def test_a_warmup_as_long_as_the_run_and_that_of_a_recipe_are_taken() -> None:
     check_options(custom(data="images", batch_size=8, learning_rate=0.1, warmup_epochs=3, epochs=3))
     check_options(cifar10_fast(data="images", epochs=2))
-    assert useless_lengths(cifar10_fast(epochs=2))[0].startswith("--warmup-epochs is 3.7 and --epochs 2: the learning")
+    assert hardly_meant(cifar10_fast(epochs=2))[0].startswith("--warmup-epochs is 3.7 and --epochs 2: the learning")
 
 
 @pytest.mark.parametrize(
@@ -195,14 +195,19 @@ def test_a_warmup_as_long_as_the_run_and_that_of_a_recipe_are_taken() -> None:
         ({"evaluate_every": 4}, "--evaluate-every is 4 and --epochs 3: the run is evaluated at its end alone."),
         ({"checkpoint_every": ("5ep", "10m")}, "--checkpoint-every is 5ep 10m and --epochs 3: no epoch but the last"),
         ({"schedule": "piecewise:0.1/3ep"}, "--schedule is piecewise:0.1/3ep and --epochs 3: the learning rate never"),
+        ({"freeze": ("all",)}, "--freeze without --weights: the layers that are held keep random weights; give"),
+        ({"freeze": ("conv1",), "head_epochs": 1}, "--freeze and --head-epochs without --weights: the layers"),
+        ({"sampling": "balanced", "class_weights": "balanced"}, "--sampling balanced and --class-weights balanced:"),
     ],
 )
-def test_what_is_longer_than_the_run_and_harms_nothing_is_said(options: dict[str, Any], sentence: str) -> None:
-    (said,) = useless_lengths(custom(batch_size=8, epochs=3, **options))
+def test_what_is_allowed_and_hardly_meant_is_said(options: dict[str, Any], sentence: str) -> None:
+    (said,) = hardly_meant(custom(batch_size=8, epochs=3, **options))
     assert said.startswith(sentence)
 
 
 def test_nothing_is_said_of_lengths_that_fit() -> None:
     fitting = {"patience": 2, "evaluate_every": 1, "checkpoint_every": ("3ep",), "schedule": "piecewise:0.1/2ep"}
-    assert useless_lengths(custom(batch_size=8, epochs=3, warmup_epochs=1, **fitting)) == []
-    assert useless_lengths(custom(batch_size=8, epochs=1, evaluate_every=0)) == []
+    assert hardly_meant(custom(batch_size=8, epochs=3, warmup_epochs=1, **fitting)) == []
+    assert hardly_meant(custom(batch_size=8, epochs=1, evaluate_every=0)) == []
+    for weights in ({"weights": "DEFAULT"}, {"model": "net.py:pretrained"}):
+        assert hardly_meant(custom(batch_size=8, epochs=2, freeze=("all",), head_epochs=1, **weights)) == []
