@@ -438,15 +438,16 @@ def test_a_long_run_is_zoomed_into(visit: Visit, tmp_path: Path) -> None:
         page = visit(server.url)
         expect(page.locator(".banner")).to_contain_text("Finished after step 100,000")
         expect(page.locator(".options")).to_be_visible()  # which moves the charts down
-        overlay = page.locator("figure.chart", has=page.locator("h3:text-is('Loss')")).locator(".u-over")
-        overlay.scroll_into_view_if_needed()
+        chart = page.locator("figure.chart", has=page.locator("h3:text-is('Loss')"))
+        expect(chart.locator(".values")).to_contain_text("1")  # the curve is drawn, so the chart is not replaced later
+        overlay = chart.locator(".u-over")
         box = overlay.bounding_box()
         assert box is not None
-        middle = box["x"] + box["width"] * 0.54321
+        middle = box["width"] * 0.54321
         with page.expect_response(lambda response: "/api/curves" in response.url) as closer:
-            page.mouse.move(middle - 15, box["y"] + 50)
+            overlay.hover(position={"x": middle - 15, "y": 50})  # waits until the page no longer moves
             page.mouse.down()
-            page.mouse.move(middle + 15, box["y"] + 60)
+            overlay.hover(position={"x": middle + 15, "y": 60})
             page.mouse.up()
         assert max(closer.value.json()["step"]["metrics"]["loss"].get("high", [])) == 100.0
         assert closer.value.json()["step"]["width"] < 16
