@@ -88,7 +88,9 @@ class ParseErrors:
             name, form = _name(event.argument), _form(event.argument)
             reason = event.message.splitlines()[-1].removeprefix("- ").partition(" into tuple type ")[0]
             if "input length " in reason:
-                return f"{name} must be {form}."
+                words = re.search(r" from \[(.*)\]", event.message)
+                typed = " ".join(re.findall("'(.*?)'", words[1])) if words else ""
+                return f"{name} {f'is {typed!r}; it ' if typed else ''}must be {form}."
             kind = _KINDS.get(form) or ("numbers" if re.search("FLOAT|INT", form) else form)
             words = form.lower().split(",")  # which the message quotes, besides the value, if the option may be None
             typed = " ".join(word for _, word in re.findall(r"""(['"])(.*?)\1""", reason) if word not in words)

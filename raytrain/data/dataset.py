@@ -22,7 +22,7 @@ from raytrain.data.labels.manifest import Manifest
 from raytrain.data.labels.part_names import HELD_OUT, PARTS, Part
 from raytrain.data.mean_std import look_for_black_and_white, measure_mean_std
 from raytrain.data.plan.batch_plan import BatchPlan, ClassBalance
-from raytrain.errors import UsageError, flag
+from raytrain.errors import StorageError, UsageError, did_you_mean, flag
 from raytrain.runs.documents import CLASSES, IMAGES, MANIFEST, TEST_MANIFEST, VALIDATION_MANIFEST
 from raytrain.storage.disk_cache import DiskCache
 from raytrain.storage.open import open_store, read_input
@@ -349,6 +349,10 @@ def _read_class_weights(option: str) -> dict[str, Any]:
         text = option if option.lstrip().startswith("{") else read_input(option, "--class-weights")
         weights: Any = json.loads(text, object_pairs_hook=without_repetition)
     except UsageError:  # a ValueError, too
+        raise
+    except StorageError as error:
+        if hint := did_you_mean(option, [BALANCED]):
+            raise UsageError(f"--class-weights is {option}{hint}; there is no file of that name.") from error
         raise
     except (ValueError, RecursionError):
         weights = None

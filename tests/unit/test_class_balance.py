@@ -69,6 +69,8 @@ def test_balanced_weights_give_every_class_the_same_sum() -> None:
     weights = class_weights("balanced", manifest([0, 0, 0, 1]))
     assert weights == pytest.approx((4 / 6, 2.0))
     assert class_weights(None, manifest([0, 1])) is None
+    with pytest.raises(UsageError, match=r"--class-weights is balance \(did you mean balanced\?\)"):
+        class_weights("balance", manifest([0, 1]))
 
 
 def test_weights_of_a_file(tmp_path: Path) -> None:

@@ -289,8 +289,8 @@ def test_options_may_come_before_the_command(stored: TrainConfig) -> None:
         ("train cifar10 --max-steps 1.5", "--max-steps is '1.5'; it must be a whole number."),
         ("train cifar10 --weight-decay x", "--weight-decay is 'x'; it must be a number."),
         ("train cifar10 --mean a b", "--mean is 'a b'; it must be numbers."),
-        ("train cifar10 --image-size 3 x", "--image-size must be H W|SIDE|MIN..MAX."),
-        ("train cifar10 --image-size 3 4 5", "--image-size must be H W|SIDE|MIN..MAX."),
+        ("train cifar10 --image-size 3 x", "--image-size is '3 x'; it must be H W|SIDE|MIN..MAX."),
+        ("train cifar10 --image-size 3 4 5", "--image-size is '3 4 5'; it must be H W|SIDE|MIN..MAX."),
         ("train cifar10 --name", "--name needs a value after it."),
         ("train cifar10 --flip", "--flip needs a value: none, random, alternating."),
         (
