@@ -45,8 +45,9 @@ def find_rate(
     Args:
         config: the options of the run. ``max_steps`` is n, by default 100; ``schedule`` may be ``rising:LOW..HIGH``, by
             default from 1e-6 to 10.
-        loop, signals: as for :func:`raytrain.train`. A loop of one's own logs ``loss``. The run sets the rates of each
-            optimizer before it steps; its groups rise in proportion, and the suggestion is a rate of the first one.
+        loop: as for :func:`raytrain.train`. A loop of one's own logs ``loss``. The run sets the rates of each optimizer
+            before it steps; its groups rise in proportion, and the suggestion is a rate of the first one.
+        signals: as for :func:`raytrain.train`.
         view: as for :func:`raytrain.train`: by default, in the main thread, the run is shown while it trains;
             ``lambda snapshot: None`` shows nothing.
 
