@@ -503,7 +503,7 @@ def _options(data: str | os.PathLike[str], batch_size: int, options: dict[str, A
             )
 
     # Values that only a run can resolve: a batch size per worker, and sizes that grow over its epochs.
-    if isinstance(batch_size, str):
+    if not isinstance(batch_size, SupportsIndex):  # text, or a quotient such as 64 / 2
         raise UsageError(
             f"batch_size is {batch_size!r}, and ImageLoader takes a whole number, of images of all processes together; "
             "for 32 of each process give 32 * world_size."

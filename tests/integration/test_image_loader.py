@@ -257,6 +257,7 @@ def test_an_image_that_kills_its_decoder_is_left_out(
         ({"rank": "0", "world_size": "2"}, "rank '0' and world_size '2'; .* whole numbers"),
         ({"batch_size": 0}, "batch"),
         ({"batch_size": "8/worker"}, "batch_size is '8/worker', and ImageLoader takes a whole number"),
+        ({"batch_size": 64 / 2}, "batch_size is 32.0, and ImageLoader takes a whole number"),
         ({"batch_size": 100, "drop_last": True}, "drop_last leaves out the only batch .* there are 81 training images"),
         ({"device": "gpu"}, "device is 'gpu', which torch does not know"),
         ({"transforms": [torch.clone]}, r"transforms is a list, and ImageLoader takes one function .*Compose\("),
