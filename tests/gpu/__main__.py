@@ -74,7 +74,7 @@ PARTS = (
     Part("loops for GPUs", "tests.gpu.loops:for_gpus", 90, needs="a GPU"),
     Part("precisions", "tests.gpu.options:precisions", 90),
     Part("loss scale of float16", "tests.gpu.options:loss_scale", 30),
-    Part("what the host waits for", "tests.gpu.options:waits", 45, needs="a GPU"),
+    Part("what the host waits for", "tests.gpu.options:waits", 45),
     Part("commands", "tests.gpu.commands:run_and_use", 90),
     Part("commands as typed", "tests.gpu.typed:lines", 90),
     Part("out of memory", "tests.gpu.commands:out_of_memory", 60, needs="a GPU"),

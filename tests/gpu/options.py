@@ -8,7 +8,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -20,8 +20,8 @@ from raytrain.config import ResolvedConfig
 from raytrain.data.blocks import LocalBatch
 from raytrain.data.plan.batch_plan import BatchPlan
 from raytrain.training.batches.augment_and_normalise import Augment
-from raytrain.training.batches.batch import Batch, Epoch
-from raytrain.training.batches.device_batches import to_batch
+from raytrain.training.batches.batch import Batch
+from raytrain.training.batches.device_batches import HostTensors, to_batch
 from raytrain.training.run import Run
 from tests.gpu.trial import Trial
 from tests.helpers.memory_runs import Recorder, config, images, make_run, trained
@@ -119,7 +119,11 @@ def waits(trial: Trial) -> None:
         trial.check(f"{name}: waits in a step", places.total() / (_LAST - _FIRST), "", at_most=limit)
         for place, number in places.items():
             trial.says(f"{name}: {number} waits in {_LAST - _FIRST} steps at {place}")
-    places = _places_of_waits(lambda: (torch.cuda.set_sync_debug_mode("warn"), run.evaluate()))
+    # A run that has ended measures nothing any more. The first evaluation of another one sets up what stays.
+    run = make_run(_options(trial, model=_NETWORK, precision="float32"), images(64), f"{trial.folder}/new", Recorder())
+    run.prepare(run.build_model())
+    run.evaluate()
+    places = _places_of_waits(lambda: (_warn_of_waits(True), run.evaluate()))
     trial.check("an evaluation of 11 batches: waits, all at its end", places.total(), "", at_most=12)
     for place, number in places.items():
         trial.says(f"evaluation: {number} waits at {place}")
@@ -130,18 +134,19 @@ _FIRST, _LAST = 4, 12
 
 def _train_watched(run: Run) -> None:
     """torch warns of waits between two steps: the first ones set up what stays, and the last one ends the run."""
+    prepare = run.batches.prepare
 
-    def watched(epochs: Iterator[Epoch]) -> Iterator[Iterator[Batch]]:
-        for epoch in epochs:
-            yield map(between_steps, epoch)
+    def prepare_watched(local: LocalBatch, tensors: HostTensors) -> Batch:
+        _warn_of_waits(_FIRST <= local.batch.step < _LAST)
+        return prepare(local, tensors)
 
-    def between_steps(batch: Batch) -> Batch:
-        torch.cuda.set_sync_debug_mode("warn" if _FIRST <= batch.step < _LAST else "default")
-        return batch
-
-    epochs = watched(run.epochs())
-    run.epochs = lambda evaluate=None: epochs  # pyright: ignore[reportAttributeAccessIssue] ; for this run only
+    run.batches.prepare = prepare_watched  # for this run only
     trained(run)
+
+
+def _warn_of_waits(warns: bool) -> None:
+    if torch.cuda.is_available():  # this part is tried out on the CPU, too, where nothing waits
+        torch.cuda.set_sync_debug_mode("warn" if warns else "default")
 
 
 def _places_of_waits(action: Callable[[], object]) -> Counter[str]:
@@ -158,7 +163,7 @@ def _places_of_waits(action: Callable[[], object]) -> Counter[str]:
         try:
             action()
         finally:
-            torch.cuda.set_sync_debug_mode("default")
+            _warn_of_waits(False)
     return places
 
 
