@@ -244,6 +244,7 @@ def run_corners() -> dict[str, Any]:
     found["mixed"] = {dtype: run_mixed_precision(dtype) for dtype in (torch.float32, torch.bfloat16)}
     found["placeholder"] = input_gradients()
     found["unequal"] = called_unequally()
+    found["copied"] = copied()
     found["gathered"] = {mode: of_gathered_rows(mode) for mode in MODES}
     found["twice"] = [called_twice(updates) for updates in (False, True)]
     return found
@@ -290,6 +291,24 @@ def called_unequally() -> str:
     with pytest.raises(UsageError) as error:
         batchnorm.update_running_statistics(model.modules())
     return str(error.value)
+
+
+def copied() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The states of a prepared layer and of its copy, which nobody converts, after two batches; rank 1 gets less."""
+    layer = batchnorm.convert(nn.BatchNorm2d(2), "aggregate")
+    copy_of_layer = copy.deepcopy(layer)
+    for step in range(2):
+        for called in (layer, copy_of_layer):
+            called(batch(Case((6,)), step)[0].float()[dist.get_rank() * 4 :][:4])
+        batchnorm.update_running_statistics(layer.modules())
+    return layer.state_dict(), copy_of_layer.state_dict()
+
+
+def test_a_copy_of_aggregated_layers_joins_its_statistics_by_itself(corners: list[dict[str, Any]]) -> None:
+    for found in corners:
+        of_layer, of_copy = found["copied"]
+        assert of_layer["num_batches_tracked"] == 2
+        torch.testing.assert_close(of_copy, of_layer, rtol=0, atol=0)
 
 
 def test_a_placeholder_counts_as_nothing_in_a_backward_of_the_loops_own(corners: list[dict[str, Any]]) -> None:

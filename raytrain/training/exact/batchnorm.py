@@ -74,6 +74,9 @@ def convert(model: nn.Module, mode: Literal["sync", "aggregate"]) -> nn.Module:
     for layer in _not_converted(model):
         is_aggregated = mode == "aggregate" and not isinstance(layer, nn.SyncBatchNorm)
         _become(layer, AggregatedBatchNorm if is_aggregated else SynchronisedBatchNorm)
+    for layer in model.modules():  # also those of a copy of a converted model
+        if isinstance(layer, AggregatedBatchNorm):
+            layer.is_joined = True
     return model
 
 
@@ -278,6 +281,7 @@ class AggregatedBatchNorm(ConvertedBatchNorm):
     count: int | None  # values per channel in the last call; None if its statistics are joined already
     weight_of_batch: float  # of the last call, in the running statistics
     earlier: tuple[_Call, ...]  # the calls before the last one that are not joined either
+    is_joined: bool = False  # by a caller; a copy that is not converted joins its statistics in each forward
 
     @property
     def updates_statistics(self) -> bool:
@@ -289,6 +293,11 @@ class AggregatedBatchNorm(ConvertedBatchNorm):
         self.count, self.weight_of_batch, self.earlier = None, 0.0, ()
         for name, running in zip(LOCAL_BUFFERS, (self.running_mean, self.running_var), strict=True):
             self.register_buffer(name, None if running is None else torch.zeros_like(running), persistent=False)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Have a copy know that nobody else joins its statistics, and not hold those of this layer's calls."""
+        make, kinds, state = super().__reduce_ex__(protocol)
+        return make, kinds, {**state, "is_joined": False, "count": None, "earlier": ()}
 
     def take_calls(self) -> list[_Call]:
         """Return the calls since the last time, and forget them. If there was none, return one with a count of 0."""
@@ -312,10 +321,15 @@ class AggregatedBatchNorm(ConvertedBatchNorm):
         # A placeholder is normalised with the running statistics, so that it changes none.
         if self.placeholder:
             self.count = 0
-            return _batch_norm(self, input, self.running_mean, self.running_var, training=self.running_mean is None)
-        self.count = input.numel() // input.shape[1]
-        # With momentum 1 the native kernel writes the batch's mean and unbiased variance into the buffers, at no cost.
-        return _batch_norm(self, input, self.batch_mean, self.batch_var, training=True)
+            output = _batch_norm(self, input, self.running_mean, self.running_var, training=self.running_mean is None)
+        else:
+            # With momentum 1 the native kernel writes the batch's mean and unbiased variance into the buffers, at no
+            # cost.
+            self.count = input.numel() // input.shape[1]
+            output = _batch_norm(self, input, self.batch_mean, self.batch_var, training=True)
+        if not self.is_joined:
+            update_running_statistics([self])
+        return output
 
 
 class FrozenBatchNorm(ConvertedBatchNorm):
