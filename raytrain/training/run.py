@@ -407,7 +407,10 @@ class Run:
         self.steps.check_all("means")
         with self.steps.watch.paused():
             # Sum denominators and numbers of images over the workers; the denominator of a placeholder does not count.
-            divisor = torch.as_tensor(denominator, dtype=torch.float64, device=self.device).detach().reshape(())
+            if isinstance(denominator, Tensor):
+                divisor = denominator.detach().to(self.device, torch.float64).reshape(())
+            else:  # filled in on the device: for a copy from the host, that would wait
+                divisor = torch.full((), float(denominator), dtype=torch.float64, device=self.device)
             totals = torch.stack([divisor * (num_used > 0), torch.full_like(divisor, num_used)])
             if self.world_size > 1:
                 dist.all_reduce(totals)

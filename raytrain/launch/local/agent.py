@@ -20,6 +20,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import timedelta
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import torch
@@ -51,6 +52,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _SHUTDOWN_S = 5  # that workers have to end after SIGTERM
+_WAITS_AT_MOST = timedelta(minutes=30)  # for other workers in a collective, as with Ray Train; torch's for GPUs is 10
 _POLL_S = 20.0  # after which a worker asks again whether the run is to stop
 _SET_CHILD_SUBREAPER = 36  # of linux/prctl.h
 _FAILED = 201  # exit code of a worker that has reported its error to the coordinator; hardly any loop exits with it
@@ -259,7 +261,7 @@ def _train(spec: RunSpec, inputs: WorkerInputs, rank: int, reporter: SocketRepor
         if num_workers > 1:
             store = f"file://{inputs.folder}/workers-{attempt}"
             backend = dist.Backend.NCCL if device.type == "cuda" else dist.Backend.GLOO
-            dist.init_process_group(backend, store, rank=rank, world_size=num_workers)
+            dist.init_process_group(backend, store, rank=rank, world_size=num_workers, timeout=_WAITS_AT_MOST)
 
         # The weights are the last thing that may not fit the options; then documents of the run may be written.
         weights = load_initial_weights(spec, inputs.first_step)
