@@ -9,12 +9,13 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
 import pytest
 
+from raytrain import UsageError
 from raytrain.demo.demo import render_digits
 from raytrain.runs.records import read_run
 from tests.helpers.waiting import DEADLINE_S, wait_for
@@ -100,7 +101,9 @@ def stop_in_training(terminal: Terminal, stop: str, running: subprocess.Popen[st
 
     def is_far_enough() -> bool:
         assert running.poll() is None, running.communicate()
-        return (runs / "first" / "status.json").exists() and read_run(str(runs), "first").status.step >= at_least
+        with suppress(UsageError):  # until the run has begun, and its documents are written
+            return read_run(str(runs), "first").status.step >= at_least
+        return False
 
     wait_for(is_far_enough, "it does not train")
     terminal.run(stop)
