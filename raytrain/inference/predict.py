@@ -125,6 +125,10 @@ def predict(
             predictions = predictions.append_column("embedding", table["embedding"])
     else:
         predictions = table.drop_columns(["key", "error", "truth", "answer", "loss"])
+    if embeddings:  # pyarrow before 26 cannot read lists of a fixed length from Parquet if some are null
+        index = predictions.column_names.index("embedding")
+        lists = predictions["embedding"].cast(pa.large_list(pa.float32()))
+        predictions = predictions.set_column(index, "embedding", lists)
 
     # A row for each image, in the manifest's order. An image that could not be read has its error alone: for null in
     # place of a row's number, Arrow takes a row of nulls.
