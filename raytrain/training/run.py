@@ -65,7 +65,8 @@ WAIT_FOR_DATA = "wait for data"  # the name of this phase in a trace of torch.pr
 T = TypeVar("T", bound=Stateful)
 _NOTHING_LEARNT = (
     "after {} the weights are what they were before: compute with each batch before asking for the next one, call "
-    "loss.backward(), and step an optimizer of the weights of the network that run.prepare has returned"
+    "loss.backward(), and step an optimizer of the weights of the network that run.prepare has returned, with a "
+    "learning rate above 0; do not skip batches of fewer images than --batch-size, of which each worker gets a part"
 )
 _TEST_NOT_READ = (
     "the test images are not measured: the loop's evaluation does not read run.evaluation_batches(); raytrain evaluate "
