@@ -474,6 +474,23 @@ def test_the_one_loss_before_a_divergence_is_a_point(visit: Visit, tmp_path: Pat
         assert ink(page, "Loss", rgb=(14, 138, 138)) > 10
 
 
+def test_a_smoothed_constant_is_a_level_line(visit: Visit, tmp_path: Path) -> None:
+    rows = [replace(step_row(step, loss=1.0), images_per_s=300.0) for step in range(1, 401)]
+    end_run(store_run(tmp_path, "run", rows, status="finished"), "finished", 400, None)
+    with page_of(tmp_path, "run") as server:
+        page = visit(server.url, color_scheme="light")
+        chart = page.locator("figure.chart", has=page.locator("h3:text-is('Images per second')"))
+        expect(chart.locator(".values")).to_contain_text("300")
+        assert ink(page, "Images per second", rgb=(14, 138, 138)) > 100
+        heights = chart.locator("canvas").evaluate(
+            "(canvas) => { const rows = new Set(), { width, height } = canvas,"
+            " data = canvas.getContext('2d').getImageData(0, 0, width, height).data;"
+            " for (let i = 0; i < data.length; i += 4)"
+            " if (data[i] === 14 && data[i + 1] === 138) rows.add(Math.floor(i / 4 / width)); return rows.size; }"
+        )
+        assert heights < 5  # rounding would fill the chart
+
+
 def test_runs_side_by_side(visit: Visit, tmp_path: Path) -> None:
     for number, rate in enumerate((0.01234, 0.1, 1.0)):
         speeds = (5.0, *(300.0,) * 17, 900.0)  # the first and the last do not count

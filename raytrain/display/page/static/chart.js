@@ -235,7 +235,8 @@ function decades(low, high) {
 
 function padded(low, high) {
   if (low == null || high == null) return [0, 1];
-  const space = (high - low || Math.abs(high) || 1) * 0.06;
+  const span = high - low > 1e-9 * Math.abs(high) ? high - low : 0; // otherwise only rounding tells the values apart
+  const space = (span || Math.abs(high) || 1) * 0.06;
   return [low >= 0 && low - space < 0 ? 0 : low - space, high + space];
 }
 
