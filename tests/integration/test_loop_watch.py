@@ -751,6 +751,14 @@ NOTES: dict[str, tuple[Loop, str]] = {
         by_steps(lambda m, b: nn.CrossEntropyLoss(weight=WEIGHTS)(m(b.images), b.labels), mlp),
         "run.mean(",
     ),
+    "a fraction added to a sum": (
+        by_steps(lambda m, b: (losses_of(m, b) / len(b.images) + m(b.images).square().mean(1)).sum(), mlp),
+        "the loss is a sum over images",
+    ),
+    "a product of fractions": (
+        by_steps(lambda m, b: (losses_of(m, b) / len(b.images) * (losses_of(m, b) / len(b.images))).sum(), mlp),
+        "the loss is a sum over images",
+    ),
     "weights by hand": (by_steps(divided_by_weights, mlp), "run.mean("),
     "ignore_index": (by_steps(left_out, mlp), "run.mean("),
     "a mask": (by_steps(masked, mlp), "run.mean("),

@@ -90,6 +90,11 @@ class MarkRules:
         marks: set[str] = set().union(*(self._marks[source] for source in call.sources))
         if not all("columns" in self._marks[source] for source in call.sources):
             marks.discard("columns")
+        # One factor of a product, or the dividend, is divided by the number of images; of a sum, all terms are.
+        num_shares = sum("share" in self._marks[source] for source in call.sources)
+        is_product = call.name in MULTIPLICATIONS | DIVISIONS
+        if num_shares != (1 if is_product else len(call.sources)) or "share" in self._marks_of_divisor(call):
+            marks.discard("share")
         self._mark_statistics(call, marks)
         self._mark_selections(call, marks)
         self._mark_sums_and_means(call, marks)
@@ -201,7 +206,7 @@ class MarkRules:
         if marks >= {"sum", "selected"} and not is_of_images:  # such as the number of those that are selected
             marks.add("other mean")
         if is_of_images and divisor == call.num_images and not marks & {"sum", "selected"}:
-            marks.add("share")
+            marks ^= {"share"}  # what is divided twice is no share any more
         if isinstance(divisor, Tensor) or is_of_images or "other mean" in marks:
             marks -= {"sum", "count"}
 
