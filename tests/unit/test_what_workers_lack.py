@@ -45,7 +45,7 @@ def test_a_package_that_the_worker_does_not_have_is_named(monkeypatch: pytest.Mo
     there = "the Python of this worker's machine, 10.0.0.2"
     with pytest.raises(UsageError, match=f"^Your code imports albumentations, which {there}, lacks; install it on all"):
         unpickle_functions(b"calbumentations\nCompose\n.")
-    with pytest.raises(UsageError, match=rf"^Your code cannot be imported by {there} \(.*'Gone' on <module 'json'"):
+    with pytest.raises(UsageError, match=rf"^Your code cannot be imported by {there} \(.*'Gone'.*\); install"):
         unpickle_functions(b"cjson\nGone\n.")
     assert unpickle_functions(pickle.dumps((len, None))) == (len, None)
 
