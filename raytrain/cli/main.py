@@ -42,7 +42,10 @@ def run() -> NoReturn:
     if reconfigure := getattr(sys.stdout, "reconfigure", None):
         reconfigure(errors="replace")
     try:
-        code = main()
+        try:
+            code = main()
+        except SystemExit as end:  # after the help of a command
+            code = int(end.code or 0)
         sys.stdout.flush()
         sys.stderr.flush()
     except BrokenPipeError:  # nobody reads on, as after `| head`

@@ -94,8 +94,15 @@ def read_options_file(place: str) -> OptionsFile:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError:
         raise UsageError(f"--config {place} is not text in UTF-8; save it in this encoding.") from None
-    entries = list(_json_entries(place, text) if place.lower().endswith(".json") else _yaml_entries(place, text))
+    try:
+        entries = list(_json_entries(place, text) if place.lower().endswith(".json") else _yaml_entries(place, text))
+        return _options_in(place, entries)
+    except RecursionError:
+        raise UsageError(f"--config {place} is nested too deeply; give options by their names.") from None
 
+
+def _options_in(place: str, entries: list[_Entry]) -> OptionsFile:
+    """Return the options that the file at ``place`` has as ``entries``, without those that a run decides for itself."""
     # The config.json of a run is recognised by the fields that only a resolved config has, such as its device.
     decided = {field.name for field in dataclasses.fields(ResolvedConfig) if field.default is dataclasses.MISSING}
     is_of_run = decided <= {entry.name for entry in entries}
@@ -177,8 +184,6 @@ def _json_entries(place: str, text: str) -> Iterator[_Entry]:
     """Yield the options in ``text``, a JSON object; raise UsageError for any other text. ``place`` is the file."""
     try:
         pairs = cast("list[tuple[str, Any]]", json.loads(text, object_pairs_hook=_Pairs))
-    except RecursionError:
-        raise UsageError(f"--config {place} is nested too deeply; give options by their names.") from None
     except json.JSONDecodeError as error:
         raise UsageError(f"{place}, line {error.lineno}: this is no JSON ({error.msg}); correct it.") from None
     except ValueError:  # Python refuses to make an integer of more than 4,300 digits
@@ -216,8 +221,6 @@ def _yaml_entries(place: str, text: str) -> Iterator[_Entry]:
 
     try:
         root = cast(Any, yaml).compose(text, Loader=yaml.BaseLoader)
-    except RecursionError:
-        raise UsageError(f"--config {place} is nested too deeply; give options by their names.") from None
     except yaml.YAMLError as error:
         position, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
         where = f"{place}, line {position.line + 1}" if position else place
