@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
+from raytrain.config import ResolvedConfig
 from raytrain.errors import UsageError
 from raytrain.monitor.events import Note
 from raytrain.runs.records import read_unused_options
@@ -55,6 +56,7 @@ def with_all(run: Run) -> None:
     scheduler = run.prepare(run.build_scheduler(optimizer))
     average = run.prepare(WeightAverage(model, 0.9))
     for epoch in run.epochs():
+        run.train_head_first(model, epoch)
         for batch in epoch:
             optimizer.zero_grad()
             for microbatch in batch.microbatches():
@@ -120,6 +122,16 @@ def test_a_loop_that_uses_all_options_is_told_nothing(tmp_path: Path) -> None:
     assert notes_of(tmp_path / "built-in", None, **GIVEN) == []
     assert notes_of(tmp_path / "partial", partial(Recipe.train, Recipe(0.9)), learning_rate=0.5) == []
     assert notes_of(tmp_path / "object", Recipe(0.9), **GIVEN) == []
+
+
+def with_a_setting(run: Run, setting: type = ResolvedConfig) -> None:
+    assert isinstance(run.config, setting)
+    with_none(run)
+
+
+def test_a_loop_that_names_the_class_of_options_does_not_use_them(tmp_path: Path) -> None:
+    given = "--optimizer takes effect in run.build_optimizer, which the loop does not call"
+    assert given in notes_of(tmp_path, with_a_setting, optimizer="adamw")
 
 
 def test_each_call_that_a_loop_leaves_out_is_told_once_with_the_options_that_need_it(tmp_path: Path) -> None:

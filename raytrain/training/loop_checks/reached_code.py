@@ -17,7 +17,7 @@ from tokenize import TokenError
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
-from raytrain.config.user_code import is_of_user, variables_of
+from raytrain.config.user_code import is_of_user, is_users_class, variables_of
 from raytrain.errors import file_title
 
 
@@ -65,7 +65,7 @@ def own_code(function: Any) -> Iterator[tuple[CodeType, Mapping[str, Any]]]:
             referred = [thing.__func__, type(thing.__self__)]
         elif isinstance(thing, partial):
             referred = [thing.func, *thing.args, *thing.keywords.values()]  # pyright: ignore[reportUnknownMemberType]
-        elif isinstance(thing, type):
+        elif isinstance(thing, type) and is_users_class(thing):
             referred = [value for value in vars(thing).values() if isinstance(value, (FunctionType, type))]
         elif callable(thing):
             referred = [type(thing), getattr(thing, "__dict__", {}).get("__wrapped__")]  # as functools.cache keeps it
