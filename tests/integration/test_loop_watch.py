@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import random
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -610,6 +610,79 @@ def by_a_number_of_item(model: nn.Module, batch: Any) -> Tensor:
     return loss * 2 if batch.samples.double().mean().item() > 23 else loss
 
 
+def by_a_difference_of_item(model: nn.Module, batch: Any) -> Tensor:
+    loss = entropy(model, batch)
+    return loss * 2 if abs(batch.samples.double().mean().item() - 23) * 2 > 3 else loss
+
+
+def added(numbers: Iterable[Tensor]) -> Tensor:
+    return cast(Tensor, sum(numbers))
+
+
+def each_loss(model: nn.Module, batch: Any) -> list[Tensor]:
+    logits = model(batch.images)
+    return [F.cross_entropy(logits[i : i + 1], batch.labels[i : i + 1]) for i in range(len(logits))]
+
+
+def each_by_itself(model: nn.Module, batch: Any) -> list[Tensor]:
+    return [
+        F.cross_entropy(model(image[None]), label[None])
+        for image, label in zip(batch.images, batch.labels, strict=True)
+    ]
+
+
+def backward_of_each(model: nn.Module, batch: Any, divisor: int = 1) -> Tensor:
+    losses = [loss / divisor for loss in each_by_itself(model, batch)]
+    for loss in losses[:-1]:
+        loss.backward()
+    return losses[-1]
+
+
+def clipped_one_by_one(run: Any) -> None:
+    """As private training by hand: the gradient of each image is clipped."""
+    model = run.prepare(mlp())
+    optimizer = run.prepare(SGD(model.parameters(), lr=0.1))
+    for epoch in run.epochs():
+        for batch in epoch:
+            sums = [torch.zeros_like(weight) for weight in model.parameters()]
+            for image, label in zip(batch.images, batch.labels, strict=True):
+                optimizer.zero_grad()
+                F.cross_entropy(model(image[None]), label[None]).backward()
+                for gradients, weight in zip(sums, model.parameters(), strict=True):
+                    gradients += weight.grad.clamp(-0.01, 0.01)
+            for gradients, weight in zip(sums, model.parameters(), strict=True):
+                weight.grad = gradients / len(batch.images)
+            optimizer.step()
+
+
+def weighted_by_norms(model: nn.Module, batch: Any) -> Tensor:
+    """As private training by hand: gradients of single images weigh their losses."""
+    losses, weights = losses_of(model, batch), list(model.parameters())
+    norms = [
+        torch.stack([gradient.norm() for gradient in torch.autograd.grad(loss, weights, retain_graph=True)]).norm()
+        for loss in losses
+    ]
+    return ((0.1 / torch.stack(norms)).clamp(max=1) * losses).mean()
+
+
+def weighted_by_rows(model: nn.Module, batch: Any) -> Tensor:
+    logits, weighted = model(batch.images), []
+    for row, loss in zip(logits, losses_of(model, batch), strict=True):
+        weighted.append(loss * (2 if loss.item() > 1.3 or row.max() > 0.3 else 1))
+    return added(weighted) / len(weighted)
+
+
+def loss_of_pairs(model: nn.Module, batch: Any) -> Tensor:
+    pairs = zip(batch.images.split(2), batch.labels.split(2), strict=True)
+    return added(F.cross_entropy(model(images), labels) for images, labels in pairs) / (len(batch.images) // 2)
+
+
+def loss_of_classes(model: nn.Module, batch: Any) -> Tensor:
+    """As many classes as a worker has images: the rows of what is transposed are no images."""
+    shares, targets = (torch.cat([rows, rows[:, :2]], 1) for rows in (model(batch.images), F.one_hot(batch.labels, 4)))
+    return added((row - target).square().mean() for row, target in zip(shares.T, targets.T, strict=True))
+
+
 def first_half_alone(model: nn.Module, batch: Any) -> Tensor:
     logits, half = model(batch.images), len(batch.images) // 2
     return F.cross_entropy(logits[:half], batch.labels[:half]) + logits[half:].square().mean()
@@ -810,6 +883,12 @@ NOTES: dict[str, tuple[Loop, str]] = {
     "a decision of Python's": (by_steps(by_a_decision, mlp), "return loss * (2 if batch.samples.double().mean() > 23"),
     "a decision of item's": (by_steps(by_a_decision_of_item, mlp), "return loss * 2 if (batch.samples.double()"),
     "a decision on a number of item's": (by_steps(by_a_number_of_item, mlp), "if batch.samples.double().mean().item()"),
+    "a decision on a difference of item's": (by_steps(by_a_difference_of_item, mlp), "mean().item() - 23) * 2 > 3"),
+    "a sum by Python": (by_steps(lambda m, b: added(losses_of(m, b)), mlp), "a sum over images"),
+    "a sum of rows' losses": (by_steps(lambda m, b: added(each_loss(m, b)), mlp), "a sum over images"),
+    "a sum over images one by one": (by_steps(lambda m, b: added(each_by_itself(m, b)), mlp), "a sum over images"),
+    "a backward for each image": (by_steps(backward_of_each, mlp), "a sum over images"),
+    "gradients of single images": (clipped_one_by_one, "between the backwards of single images"),
     "a loss of the first half": (by_steps(first_half_alone, mlp), "by their places among those of a worker"),
     "weights by turns": (by_steps(by_turns, mlp), "by their places among those of a worker"),
     "a quantile by NumPy": (by_steps(above_a_quantile, mlp), "`return (losses * (losses >= limit)).mean()`"),
@@ -1160,6 +1239,14 @@ def of_mean(term: Callable[[Tensor], Tensor]) -> Loop:
 
 
 SILENT: dict[str, Loop] = {
+    "a mean by Python": by_steps(lambda m, b: added(losses_of(m, b)) / len(b.images), mlp),
+    "a mean of rows' losses": by_steps(lambda m, b: added(loss / len(b.images) for loss in each_loss(m, b)), mlp),
+    "a number of images in a tensor": by_steps(lambda m, b: added(losses_of(m, b) / torch.tensor(len(b.images))), mlp),
+    "a backward for each share": by_steps(lambda m, b: backward_of_each(m, b, len(b.images)), mlp),
+    "weights by gradients of single images": by_steps(weighted_by_norms, mlp),
+    "decisions on rows": by_steps(weighted_by_rows, mlp),
+    "a loss of pairs": by_steps(loss_of_pairs, mlp),
+    "a loss of classes": by_steps(loss_of_classes, mlp),
     "features written part by part": by_steps(part_by_part, mlp),
     "a buffer of images": buffer_of_images(lambda buffer, images: buffer.__setitem__(slice(len(images)), images)),
     "a buffer of copied images": buffer_of_images(lambda buffer, images: buffer[: len(images)].copy_(images)),

@@ -86,7 +86,7 @@ class LoopNumbers:
 
         # The result depends on all that the arguments depend on, and on what this line of the user's adds.
         places = frozenset[Place]().union(*(self._places.get(tensor, ()) for tensor in tensors))
-        if values and (call := _users_call(frame)):
+        if values and (call := users_call(frame)):
             place = (self._step, *call)
             self._values.setdefault(place, []).extend(values)
             places |= {place}
@@ -111,7 +111,7 @@ class LoopNumbers:
 
         What the loop computes next may depend on it. ``frame`` is the one that has asked.
         """
-        if call := _users_call(frame):
+        if call := users_call(frame):
             place = (self._step, *call)
             self._values.setdefault(place, []).append(float(is_true))
             self._decisions.add(place)
@@ -234,7 +234,7 @@ def digest(tensor: Tensor) -> Tensor:
     return (digest_of_tensors([tensor])[0] * torch.tensor([1.0, 2.0, 3.0, 5.0], device=tensor.device)).sum()
 
 
-def _users_call(frame: FrameType | None) -> tuple[str, int, int] | None:
+def users_call(frame: FrameType | None) -> tuple[str, int, int] | None:
     """Return the file, the number of the line and that of the instruction in the user's code that has called torch.
 
     None if another library has called it. Functions of torch that only wrap the call are skipped.
@@ -250,7 +250,8 @@ class ComparedNumber(float):
     """A number that Python has taken out of a tensor of several images, whose comparisons are decisions.
 
     ``note`` gets what each comparison returns, and the frame that compares. One with 0 or 1 is a guard, and not noted.
-    What is computed from the number is a plain float, and so are its copies and what is pickled.
+    A difference, a product, a quotient and an absolute value are such numbers, too. Sums, in which a loop keeps what it
+    shows, are plain floats, and so are copies and what is pickled.
 
     Example::
 
@@ -271,6 +272,31 @@ class ComparedNumber(float):
     def __reduce__(self) -> tuple[type[float], tuple[float]]:
         """Return what makes a plain float of the number."""
         return float, (float(self),)
+
+    def __sub__(self, other: Any) -> Any:
+        return self._followed(super().__sub__(other))
+
+    def __rsub__(self, other: Any) -> Any:
+        return self._followed(super().__rsub__(other))
+
+    def __mul__(self, other: Any) -> Any:
+        return self._followed(super().__mul__(other))
+
+    def __rmul__(self, other: Any) -> Any:
+        return self._followed(super().__rmul__(other))
+
+    def __truediv__(self, other: Any) -> Any:
+        return self._followed(super().__truediv__(other))
+
+    def __rtruediv__(self, other: Any) -> Any:
+        return self._followed(super().__rtruediv__(other))
+
+    def __abs__(self) -> ComparedNumber:
+        return self._followed(super().__abs__())
+
+    def _followed(self, result: Any) -> Any:
+        """Return the ``result`` of arithmetic with this number as such a number, if it is one."""
+        return ComparedNumber(result, self._note) if isinstance(result, float) else result
 
     def __lt__(self, other: Any) -> Any:
         return self._noted(other, super().__lt__(other), sys._getframe(1))

@@ -21,8 +21,9 @@ A tensor that depends on the batch has a set of marks. All tensors that are comp
 - ``placed``: rows were written whose places are a part of the batch, such as its first half. ``filled``: the first
   such write was into a new tensor, which may be filled part by part.
 - ``guard``: the tensor says whether there is any of something, or compares a number with 0 or 1.
-- ``row 3``: the tensor depends on that number of a vector with a number for each image, which Python has taken out of
-  it, as a loop over the vector does. This is harmless unless Python compares two of them, as ``sorted`` does.
+- ``row 3``: the tensor depends on that row of a tensor with a row for each image, which Python has taken out of it, as
+  a loop over the images does. This is harmless unless Python compares two of them, as ``sorted`` does, or adds up all
+  of them.
 """
 
 from __future__ import annotations
@@ -156,7 +157,9 @@ class MarkRules:
             marks.add("selected")
 
         # So does Python if it joins the numbers of some images alone, as after `sorted(losses, key=float)[-4:]`.
-        are_numbers = call.name in JOINS and all(rows_of(self._marks[source]) for source in call.sources)
+        are_numbers = call.name in JOINS and all(
+            rows_of(self._marks[source]) and source.numel() == 1 for source in call.sources
+        )
         if are_numbers and len(rows_of(marks)) < num_images:
             marks.add("selected")
 
@@ -172,6 +175,7 @@ class MarkRules:
         if call.name not in LINEAR:  # such as a loss of what was divided
             marks.discard("share")
         adds_up = is_of_columns or (call.gives_one_number and is_sum and ("selected" in marks or is_over_images))
+        adds_up |= self._adds_last_image(call, rows_of(marks))
         if adds_up and "share" not in marks:
             marks.add("count" if covers_alike(first) else "sum")
 
@@ -205,10 +209,23 @@ class MarkRules:
         )
         if marks >= {"sum", "selected"} and not is_of_images:  # such as the number of those that are selected
             marks.add("other mean")
-        if is_of_images and divisor == call.num_images and not marks & {"sum", "selected"}:
+        is_number = isinstance(divisor, Tensor) and divisor.ndim == 0 and divisor not in self._marks
+        is_by_images = bool(divisor == call.num_images) and (is_number or is_of_images)
+        if is_by_images and not marks & {"sum", "selected"}:
             marks ^= {"share"}  # what is divided twice is no share any more
         if isinstance(divisor, Tensor) or is_of_images or "other mean" in marks:
             marks -= {"sum", "count"}
+
+    def _adds_last_image(self, call: Call, rows: set[str]) -> bool:
+        """Return whether a call adds a number of one image to those of all others, as `sum(losses)` in Python does.
+
+        ``rows`` are the marks of the images that the result depends on. False without swapped images, by which rows
+        are known to be those of images.
+        """
+        if call.name not in ADDITIONS - JOINS or not call.gives_one_number or len(rows) < call.num_images:
+            return False
+        of_sources = [rows_of(self._marks[source]) for source in call.sources]
+        return self._swapped.is_swapping and rows not in of_sources and 1 in map(len, of_sources)
 
     def _mark_products(self, call: Call, marks: set[str]) -> None:
         """Add ``compares`` to the ``marks`` of a product or a quotient of two numbers of several images each.

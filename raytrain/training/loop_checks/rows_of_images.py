@@ -59,3 +59,20 @@ def parts_of_rows(name: str, args: Any, result: Any) -> list[tuple[Tensor, int]]
         if isinstance(index := indices[dimension], slice) and len(result) < args[0].shape[dimension]:
             return [(result, index.indices(args[0].shape[dimension])[0])]
     return []
+
+
+def single_rows(name: str, args: Any, kwargs: Any, result: Any) -> list[tuple[Tensor, int]]:
+    """Return what a call has taken out of the first tensor's rows one by one, each with the number of its row.
+
+    ``name``, ``args`` and ``kwargs`` are those of a function of torch's, such as ``unbind`` or ``losses[0]``.
+    """
+    if name == "__getitem__" and isinstance(args[1], int):
+        return [(result, args[1])]
+    if name == "__getitem__" and isinstance(args[1], slice) and len(result) == 1:
+        return [(result, args[1].indices(len(args[0]))[0])]
+    is_of_rows = (*args[1 if name == "unbind" else 2 :], kwargs.get("dim", 0))[0] == 0
+    if name == "unbind" and is_of_rows:
+        return [(part, row) for row, part in enumerate(result)]
+    if name in ("split", "chunk", "tensor_split") and is_of_rows and all(len(part) == 1 for part in result):
+        return [(part, row) for row, part in enumerate(result)]
+    return []

@@ -168,6 +168,7 @@ class SwappedImages:
             self._tells_images_apart |= bool(self._variants) and self._may_tell_images_apart(name, kwargs, tensors)
             self._note_tables(name, tensors if sources else [])
         is_transformed = torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore
+        self._tells_images_apart |= name == "grad" and bool(sources)  # gradients have no variants
         if not sources or is_transformed or name in NOT_REPEATED:  # tensors of torch.func must not outlive it
             return func(*args, **kwargs)
         if is_collective(func):
@@ -246,6 +247,11 @@ class SwappedImages:
             self._bound += bound
             self.compares_images = abs(loss_of_step + exchanged - first - second) > bound  # False for NaN
             self._may_change |= self.compares_images  # as a loss that compares neighbours does, which has its own note
+
+    @property
+    def is_swapping(self) -> bool:
+        """True in a step that is computed with swapped images, too."""
+        return bool(self._variants)
 
     @property
     def depends_on_places(self) -> bool:

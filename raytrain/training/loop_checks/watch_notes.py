@@ -49,6 +49,11 @@ HOOK = (
     "changes it otherwise than by a factor, so it depends on the number of workers; change parameter.grad after "
     "backward(), or use register_post_accumulate_grad_hook, which gets the gradient of the global batch"
 )
+GRADIENTS = (
+    "the loop reads gradients of weights between the backwards of single images, and these are of one image of each "
+    "worker together, so that it depends on the number of workers; take those of one image from torch.autograd.grad, "
+    "and weight its loss by what they give, as in (factors * losses).mean()"
+)
 GENERATOR = (
     "the loop or a network draws random numbers from a generator of its own, the same on each worker for other "
     "images, so that the run depends on the number of workers; draw for each image by its number in batch.samples, "

@@ -26,13 +26,13 @@ from raytrain.training.batches.batch import Batch
 from raytrain.training.exact import gather
 from raytrain.training.loop_checks.drawn_numbers import DrawnNumbers
 from raytrain.training.loop_checks.hooks_of_gradients import watched_hook
-from raytrain.training.loop_checks.loop_numbers import ComparedNumber, LoopNumbers
+from raytrain.training.loop_checks.loop_numbers import ComparedNumber, LoopNumbers, users_call
 from raytrain.training.loop_checks.mark_rules import Call, MarkRules, rows_of
-from raytrain.training.loop_checks.rows_of_images import has_rows, is_all_rows, is_part_of_rows
+from raytrain.training.loop_checks.rows_of_images import has_rows, is_all_rows, is_part_of_rows, single_rows
 from raytrain.training.loop_checks.searching import searching
 from raytrain.training.loop_checks.swapped_images import SwappedImages, Table, is_collective
 from raytrain.training.loop_checks.torch_functions import COMPARISONS, LIKE_ANOTHER, NEW_TENSORS
-from raytrain.training.loop_checks.watch_notes import HOOK, NOTES_ON_LOSSES
+from raytrain.training.loop_checks.watch_notes import GRADIENTS, HOOK, NOTES_ON_LOSSES
 
 _GRAD = cast(Any, Tensor).grad.__get__  # what reads a tensor's gradient
 
@@ -60,6 +60,9 @@ class WatchedCalls(TorchFunctionMode):
         self._marks: Any = WeakIdKeyDictionary()  # of tensors that depend on the batch: a set of words
         self._weights: set[int] = set()
         self._has_compared = False  # True if Python has compared numbers of two images in this step
+        # Marks of single images whose losses had a backward each in this step, until all had one, and whether one of
+        # these losses was a share of a mean.
+        self._rows_of_losses, self._has_shares = set[str](), False
         self._has_mean_loss = False  # True if the loss of a backward of this step was a mean over images
         self._image_shape = torch.Size()  # (C, H, W)
         self.numbers = LoopNumbers()  # that enter the losses from outside of torch's calls
@@ -82,6 +85,7 @@ class WatchedCalls(TorchFunctionMode):
             self._marks[tensor] = {"now"}
         self._num_images, self._has_compared = batch.num_used, False
         self._has_mean_loss, self._image_shape = False, batch.images.shape[1:]
+        self._rows_of_losses, self._has_shares = set[str](), False
         self._weights = set(map(id, weights))
         self.numbers.begin(batch.num_used, self._weights)
         for weight in weights:
@@ -134,7 +138,7 @@ class WatchedCalls(TorchFunctionMode):
             self._report_on(self._weighted_losses(types, args, kwargs))
         if name == "register_hook" and len(args) == 2:
             args = args[0], self._watched_hook(args[1], of_weight=id(args[0]) in self._weights)
-        if name == "__iter__" and args[0] in self._marks and args[0].ndim == 1:  # what it gives cannot be seen
+        if name == "__iter__" and args[0] in self._marks and args[0].ndim:  # what it gives cannot be seen
             return iter(self.__torch_function__(Tensor.unbind, types, args))
 
         num_gathers = gather.num_backwards
@@ -157,14 +161,15 @@ class WatchedCalls(TorchFunctionMode):
             return result
         if name in ("__bool__", "item") and sources and self._is_decision(sources[0]):
             self.numbers.note_decision(result, sys._getframe(1))
-        elif name == "item" and isinstance(result, float) and sources and not rows_of(self._marks[sources[0]]):
+        elif name == "item" and isinstance(result, float) and sources and len(rows_of(self._marks[sources[0]])) != 1:
             return ComparedNumber(result, self._note_comparison)
         call = Call(name, args, kwargs, sources, args[0] if name == "__setitem__" else result, self._num_images)
-        self._mark_result(func, call, leaves, has_gathered=gather.num_backwards > num_gathers)
+        has_gathered = gather.num_backwards > num_gathers
+        self._mark_result(func, call, leaves, sys._getframe(1), has_gathered=has_gathered)
         return result
 
-    def _mark_result(self, func: Any, call: Call, leaves: list[Any], *, has_gathered: bool) -> None:
-        """Mark what a ``call`` of torch's function ``func`` has returned or written.
+    def _mark_result(self, func: Any, call: Call, leaves: list[Any], frame: FrameType, *, has_gathered: bool) -> None:
+        """Mark what a ``call`` of torch's function ``func`` in ``frame`` has returned or written.
 
         ``leaves`` are all its arguments, and ``has_gathered`` is True if gradients have passed ``run.gather`` in it.
         """
@@ -189,6 +194,9 @@ class WatchedCalls(TorchFunctionMode):
         elif name == "__get__" and func == _GRAD:
             if isinstance(call.result, Tensor) and self._has_mean_loss and self._is_of_images(args[0]):
                 self._marks[call.result] = {"now", "scaled"}
+            elif self._rows_of_losses and id(args[0]) in self._weights and users_call(frame):
+                self._report(GRADIENTS)
+                self._rows_of_losses.clear()  # their sum has a note already
         elif sources and call.num_images > 1 and name not in NEW_TENSORS:
             if func is F.batch_norm and call.argument(5, "training"):
                 raise UsageError(
@@ -237,6 +245,12 @@ class WatchedCalls(TorchFunctionMode):
             marks.discard("compares")
         if self._has_compared and rows_of(marks):
             marks.add("compares")
+        if self._swapped.is_swapping and len(rows_of(marks)) == 1:
+            self._rows_of_losses |= rows_of(marks)
+            self._has_shares |= "share" in marks
+            if len(self._rows_of_losses) == self._num_images:
+                marks |= set() if self._has_shares else {"sum"}
+                self._rows_of_losses.clear()
         if "kept" in marks and "now" not in marks:
             marks = {"late"}
         for mark in marks:
@@ -253,8 +267,9 @@ class WatchedCalls(TorchFunctionMode):
     def _follow_gradients(self, args: Any, kwargs: Any, gradients: Any) -> None:
         """Mark ``gradients`` of weights and the like as statistics, because they are sums over this worker's images.
 
-        Gradients of images, and of tensors computed from them, have a row for each image. They get a mark if they are
-        those of a mean over images. The arguments are those of ``torch.autograd.grad``.
+        Those of the loss of a single image belong to it. Gradients of images, and of tensors computed from them, have a
+        row for each image. They get a mark if they are those of a mean over images. The arguments are those of
+        ``torch.autograd.grad``.
         """
         outputs = [leaf for leaf in tree_leaves((args[:1], kwargs.get("outputs"))) if isinstance(leaf, Tensor)]
         inputs = [leaf for leaf in tree_leaves((args[1:2], kwargs.get("inputs"))) if isinstance(leaf, Tensor)]
@@ -266,7 +281,8 @@ class WatchedCalls(TorchFunctionMode):
             if gradient is None:
                 continue
             if not self._is_of_images(tensor):
-                self._marks[gradient] = {*marks, "gradient"}
+                is_of_one = len(rows_of(marks)) == 1
+                self._marks[gradient] = {*marks} if is_of_one else {*marks, "gradient"}
             elif is_of_mean:
                 self._marks[gradient] = {"now", "scaled"}
 
@@ -283,18 +299,24 @@ class WatchedCalls(TorchFunctionMode):
         return has_shape or tensor.shape[:1] == (self._num_images,)
 
     def _follow_single_numbers(self, call: Call) -> None:
-        """Mark the numbers that Python takes out of a vector, and note whether it compares those of two images."""
-        name, args, sources, result = call.name, call.args, call.sources, call.result
-        vector = sources[0]
-        if vector.ndim == 1 and has_rows(vector, self._num_images):
-            if name == "unbind":
-                for row, number in enumerate(result):
-                    self._marks[number].add(f"row {row % self._num_images}")
-            elif name == "__getitem__" and isinstance(args[1], int):
-                self._marks[result].add(f"row {args[1] % self._num_images}")
-        elif name in COMPARISONS and len(sources) == 2 and result.ndim == 0:
+        """Mark what Python takes out of the rows of a tensor, and note whether it compares numbers of two images."""
+        name, sources, result = call.name, call.sources, call.result
+        if name in COMPARISONS and len(sources) == 2 and result.ndim == 0:
             first, second = (rows_of(self._marks[source]) for source in sources)
             self._has_compared |= bool(first and second and first != second)
+            return
+
+        # Rows of a vector are numbers of images. Those of another tensor may be classes, of which there are as many:
+        # swapped images show it.
+        rows = single_rows(name, call.args, call.kwargs, result)
+        if not rows or not has_rows(sources[0], self._num_images):
+            return
+        if sources[0].ndim > 1 and len(sources[0]) > self._num_images:
+            return
+        if sources[0].ndim > 1 and self._swapped.is_swapping and not self._swapped.follows_rows(sources[0]):
+            return
+        for part, row in rows:
+            self._marks[part] = {*self._marks[part], f"row {row % self._num_images}"}
 
     def _note_comparison(self, is_true: bool, frame: FrameType) -> None:
         """Note what Python's comparison of a number in ``frame`` returned, if the step is one that is followed."""
@@ -307,4 +329,4 @@ class WatchedCalls(TorchFunctionMode):
         A guard against an empty selection, as in ``if mask.any():``, is none: nothing would be added to the loss.
         """
         marks = self._marks[truth]
-        return truth.dtype == torch.bool and "guard" not in marks and not rows_of(marks)
+        return truth.dtype == torch.bool and "guard" not in marks and len(rows_of(marks)) != 1
