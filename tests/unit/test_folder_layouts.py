@@ -113,6 +113,9 @@ def test_folders_that_repeat_below_each_other_are_refused_with_the_patterns_of_b
         ("train/images", "test/images"),
         ("seg_train/seg_train", "seg_test/seg_test"),
         ("trainval", "test"),
+        ("train_val", "test"),
+        ("train_val2018", "test-dev2018"),
+        ("crash test train", "crash test val"),
     ],
 )
 def test_training_and_test_folders_are_used_as_such(
@@ -174,6 +177,13 @@ def test_three_folders_are_three_parts(
     train, validation, test = names
     shown = f"training on 8 in {train}/, validating on 8 in {validation}/, testing at the end on 8 in {test}/"
     assert shown in caplog.text
+
+
+def test_a_folder_whose_name_says_two_parts_is_one_part(tmp_path: Path) -> None:
+    places = [f"{part}/{name}" for part in ("train", "train_val", "val", "test-dev") for name in ("cat", "dog")]
+    data = opened(tree(tmp_path / "a", *places))
+    folders = [{key.partition("/")[0] for key in images.keys.to_pylist()} for _, images, _ in data.parts.values()]
+    assert folders == [{"train"}, {"val"}, {"test-dev"}]
 
 
 def test_classes_that_nothing_measures_are_reported_for_each_part(

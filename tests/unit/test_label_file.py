@@ -104,10 +104,10 @@ def test_columns_are_found_by_option(images: Path, tmp_path: Path) -> None:
 
 
 def test_a_column_says_the_three_parts(images: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    rows = rows_of(images, split=lambda number: ("train", "Train", "val", "test", "extra")[number % 5])
+    rows = rows_of(images, split=lambda number: ("train", "Train_Val", "val", "test", "extra")[number % 5])
     data = opened_parts(images, write(tmp_path / "labels.csv", rows), tmp_path)
     split_of = dict(zip(rows["path"], rows["split"], strict=True))
-    assert {split_of[key] for key in by_key(data.train)} == {"train", "Train"}
+    assert {split_of[key] for key in by_key(data.train)} == {"train", "Train_Val"}
     assert {split_of[key] for key in by_key(data.validation)} == {"val"}
     assert data.test is not None and {split_of[key] for key in by_key(data.test)} == {"test"}
     assert "Rows of" in caplog.text and "with other splits (18 extra) are not used" in caplog.text

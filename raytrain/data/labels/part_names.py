@@ -1,6 +1,8 @@
 """Names that say training, validation or test images, of folders, files and values in a column.
 
-A name means a part if one of its words does, as in seg_train, Training Set or public-test.
+A name means a part if one of its words does, as in seg_train, Training Set or public-test. If several words do, it
+means training images if one of these words does, as in train_val, and otherwise what the first one says, as in
+test-dev.
 """
 
 from __future__ import annotations
@@ -18,23 +20,35 @@ _TRAIN = re.compile(r"(train|training|trainval)" + _OF_IMAGES)
 _TEST = re.compile(r"(public|private)?(test|testing)" + _OF_IMAGES)
 _VALIDATION = re.compile(r"(val|valid|validation|validate|eval|evaluation|dev|holdout|heldout)" + _OF_IMAGES)
 _LAST = re.compile(r"(eval|evaluation|holdout|heldout|private|privatetest)" + _OF_IMAGES)
-_WORDS = re.compile(r"[ _.-]+")
+_KINDS: dict[Part, re.Pattern[str]] = {"train": _TRAIN, "validation": _VALIDATION, "test": _TEST}
+_WORDS = re.compile(r"[ _.+-]+")
 _NUMBER = re.compile(r"[ _.-]*\d+$")
+
+
+def part_of(name: str) -> Part | None:
+    """Return the part that a name means; None if it means none. No name means several, so no image is in two parts.
+
+    >>> part_of("seg_train"), part_of("train_val2018"), part_of("Val Set"), part_of("extra")
+    ('train', 'train', 'validation', None)
+    """
+    words = _WORDS.split(name.lower())
+    parts: list[Part] = [part for word in words for part, kind in _KINDS.items() if kind.fullmatch(word)]
+    return "train" if "train" in parts else next(iter(parts), None)
 
 
 def is_training(name: str) -> bool:
     """Return True if a name means training images, as ``seg_train`` does."""
-    return _has_word(_TRAIN, name)
+    return part_of(name) == "train"
 
 
 def is_held_out(name: str) -> bool:
     """Return True if a name means validation or test images, as ``Val Set`` does."""
-    return _has_word(_VALIDATION, name) or _has_word(_TEST, name)
+    return part_of(name) in HELD_OUT
 
 
 def is_part(name: str) -> bool:
     """Return True if a name means training, validation or test images."""
-    return is_training(name) or is_held_out(name)
+    return part_of(name) is not None
 
 
 def is_bare_part(name: str) -> bool:
@@ -42,7 +56,7 @@ def is_bare_part(name: str) -> bool:
 
     Folders such as ``train_sim`` and ``train_real`` are two kinds of training images.
     """
-    return any(kind.fullmatch(_NUMBER.sub("", name.lower())) for kind in (_TRAIN, _VALIDATION, _TEST))
+    return any(kind.fullmatch(_NUMBER.sub("", name.lower())) for kind in _KINDS.values())
 
 
 def names_of_parts(names: Iterable[str]) -> dict[Part, tuple[str, ...]]:
@@ -54,16 +68,14 @@ def names_of_parts(names: Iterable[str]) -> dict[Part, tuple[str, ...]]:
     {'train': ('training',), 'validation': ('validation',), 'test': ('evaluation',)}
     """
     ordered = sorted(set(names))
-    kinds: dict[Part, re.Pattern[str]] = {"train": _TRAIN, "validation": _VALIDATION, "test": _TEST}
-    names_of: dict[Part, tuple[str, ...]] = {}
-    for part, kind in kinds.items():
-        if names_of_part := tuple(name for name in ordered if _has_word(kind, name)):
-            names_of[part] = names_of_part
+    names_of: dict[Part, tuple[str, ...]] = {
+        part: names for part in PARTS if (names := tuple(name for name in ordered if part_of(name) == part))
+    }
 
     # Of validation and evaluation, as in Food-11, or PublicTest and PrivateTest, as in FER2013, the second is the test.
     if len(names_of.keys() & HELD_OUT) == 1:
         held_out = next(names for part, names in names_of.items() if part != "train")
-        last = tuple(name for name in held_out if _has_word(_LAST, name))
+        last = tuple(name for name in held_out if any(map(_LAST.fullmatch, _WORDS.split(name.lower()))))
         if 0 < len(last) < len(held_out):
             names_of.pop("test", None)
             names_of |= {"validation": tuple(name for name in held_out if name not in last), "test": last}
@@ -102,8 +114,3 @@ def part_like(part: Part, present: Container[Part]) -> Part | None:
     """
     others = (part,) if part == "train" else (part, *HELD_OUT)
     return next((other for other in others if other in present), None)
-
-
-def _has_word(kind: re.Pattern[str], name: str) -> bool:
-    """Return True if a whole word of ``name``, in any case, matches ``kind``."""
-    return any(kind.fullmatch(word) for word in _WORDS.split(name.lower()))
