@@ -27,7 +27,7 @@ from raytrain.data.labels.label_pattern import table_by_pattern
 from raytrain.data.labels.labelled_images import check_keys, labelled
 from raytrain.data.labels.listing import is_hidden, lost_files, refuse_file
 from raytrain.data.labels.manifest import PACKED_INDEX, Manifest, list_images
-from raytrain.data.labels.part_names import is_held_out, is_training
+from raytrain.data.labels.part_names import is_training, parts_among
 from raytrain.datasets.archive import ARCHIVE_SUFFIXES, TAR_SUFFIXES, Archive, ArchivedImage, is_archive, visible_path
 from raytrain.datasets.parquet_archive import ParquetArchive
 from raytrain.datasets.ray_dataset import RAY_DATASET, RayDatasetRows, Rows
@@ -274,13 +274,18 @@ def _archives_among(entries: Iterable[dict[str, Any]], folder: str) -> list[str]
 
 
 def _refuse_splits(source: str, archives: Sequence[str]) -> None:
-    """Raise UsageError if words in the archives' names say that some have training and some held-out images."""
-    words = {word for path in archives for word in re.split(r"[-_.]", path.rpartition("/")[2])}
-    if any(map(is_training, words)) and any(map(is_held_out, words)):
-        raise UsageError(
-            f"{source} has archives of training and of held-out images; pack each by a pattern, such as "
-            f"{source.partition('*')[0].rstrip('/')}/train*."
-        )
+    """Raise UsageError if names of the archives, or of folders that they do not share, say training and held-out."""
+    shared_folder = os.path.commonpath([os.path.dirname(path) for path in archives]) if archives else ""
+    paths = [path.removeprefix(shared_folder).strip("/").split("/") for path in archives]
+    parts = parts_among(name for path in paths for name in path)
+    if not parts:
+        return
+    training = next(filter(is_training, parts))
+    pattern = "train*" if training in {path[-1] for path in paths} else f"{training}/*"
+    raise UsageError(
+        f"{source} has archives of training and of held-out images; pack each by a pattern, such as "
+        f"{source.partition('*')[0].rstrip('/')}/{pattern}."
+    )
 
 
 _OpenedArchive = tuple[str, Archive, AbstractContextManager[Any]]

@@ -533,6 +533,17 @@ def test_archives_of_training_and_test_images_are_refused(names: tuple[str, str]
             packed(source, tmp_path / "packed")
 
 
+def test_archives_in_folders_of_training_and_test_images_are_refused_and_a_folder_of_one_part_is_packed(
+    images: Path, tmp_path: Path
+) -> None:
+    for part in ("train", "test"):
+        (tmp_path / "train_val" / part).mkdir(parents=True)
+        parquet(tmp_path / "train_val" / part / "0.parquet", [], image=unique(images, 2), label=["a", "b"])
+    with pytest.raises(UsageError, match=f"each by a pattern, such as {tmp_path}/train_val/train/\\*"):
+        packed(f"{tmp_path}/train_val/*/0.parquet", tmp_path / "packed")
+    assert packed(f"{tmp_path}/train_val/train/*", tmp_path / "packed").num_images == 2
+
+
 @pytest.mark.parametrize("beside", [[], ["README.md"], ["README.md", "images.zip"]])
 def test_a_repository_of_the_hub_has_its_archives_in_data(beside: list[str], images: Path, tmp_path: Path) -> None:
     (tmp_path / "in" / "data").mkdir(parents=True)
