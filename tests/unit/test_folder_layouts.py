@@ -84,6 +84,7 @@ def test_folders_that_all_images_share_are_no_classes(tmp_path: Path) -> None:
         ("shared/{}/{}", ("cat", "dog"), ("001", "002")),
         ("{}/train/{} {}/test/{}", ("cat", "dog"), ("depth", "rgb")),
         ("{}/images/{}", ("amazon", "dslr"), ("bike", "mug")),
+        ("{0}/{0}/{1}", ("Original Images", "Augmented Images"), ("cat", "dog")),
     ],
 )
 def test_folders_that_repeat_below_each_other_are_refused_with_the_patterns_of_both(
@@ -127,6 +128,47 @@ def test_training_and_test_folders_are_used_as_such(
     assert "training on 6 in" in caplog.text and "validating on 3 in" in caplog.text
     with pytest.raises(UsageError, match="which would become one data set"):
         build_manifest(open_store(str(tmp_path / "a")))
+
+
+def test_a_copy_further_down_and_an_image_beside_the_folders_hide_no_folders_that_repeat(tmp_path: Path) -> None:
+    folder = fill(
+        tree(tmp_path / "a", "Plants/fern", "Plants/moss", "plants/Plants/fern", "plants/Plants/moss"), "x.png"
+    )
+    with pytest.raises(UsageError, match=r"Plants, plants of .* all contain fern, moss, so that either") as refused:
+        opened(folder)
+    for pattern, classes in zip(str(refused.value).split("'")[1::2], ("Plants plants", "fern moss"), strict=True):
+        assert {*table_by_pattern(open_store(str(folder)), pattern, LabelColumns(), 0.1).labels} == {*classes.split()}
+
+
+@pytest.mark.parametrize("beside", ["", "more/cat"])
+def test_data_sets_beside_each_other_are_no_classes(beside: str, tmp_path: Path) -> None:
+    parts = [f"size {size}/size {size}/data/{part}" for size in (32, 64) for part in ("Training", "Test")]
+    folder = tree(tmp_path / "a", *(f"{part}/{name}" for part in parts for name in ("cat", "dog")), *beside.split())
+    with pytest.raises(
+        UsageError, match=rf"no classes: the folders Test, Training are .* --data {folder}/size 32"
+    ) as told:
+        opened(folder)
+    assert ("--label-pattern" in str(told.value)) == (beside == "")
+    assert counts(opened(folder / "size 64")) == {"cat": (4, 4), "dog": (4, 4)}
+
+
+def test_parts_further_down_in_each_class_are_refused_with_the_pattern_that_reads_them(tmp_path: Path) -> None:
+    folder = tree(tmp_path / "a", *(f"{name}/photos/{part}" for name in ("cat", "dog") for part in ("train", "val")))
+    with pytest.raises(UsageError, match=rf"or, if these are classes, --data {folder} --label-pattern '") as told:
+        opened(folder)
+    assert counts(opened(folder, label_pattern=str(told.value).split("'")[1])) == {"cat": (4, 4), "dog": (4, 4)}
+
+
+@pytest.mark.parametrize("above", ["", "train_val2018/", "train/ val/"])
+def test_classes_that_hold_folders_alone_are_told(above: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    places = ("Aves/2761", "Aves/3000", "Plantae/plants/1", "Plantae/plants/7477")
+    data = opened(tree(tmp_path / "a", *(part + place for part in above.split(" ") for place in places)))
+    assert data.train.classes == ("Aves", "Plantae")
+    assert "are taken for the classes, and not the 4 folders in these, such as Aves/2761." in caplog.text
+    caplog.clear()
+    opened(tree(tmp_path / "b", "cat", "cat/bengal", "cat/manx", "dog/poodle", "dog/pug"))
+    opened(tree(tmp_path / "c", "cat/1", "cat/2", "dog/photos", "owl/3/x", "owl/3/y"))
+    assert "are taken for the classes" not in caplog.text
 
 
 def test_training_and_test_folders_in_each_class_are_used_as_such(tmp_path: Path) -> None:

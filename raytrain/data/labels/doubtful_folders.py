@@ -169,23 +169,14 @@ def check_alphabet(paths: list[tuple[str, ...]], url: str) -> None:
 
 
 def check_repeated(paths: list[tuple[str, ...]], url: str, *, without: str = "") -> None:
-    """Log if several top folders hold folders of the same names; raise UsageError if all hold the same ones.
+    """Raise UsageError if the top folders hold parts further down, a copy of the others, or all the same folders; log
+    if they hold folders that might be the classes in their place.
 
     In site1/cat, site1/dog, site2/cat and site2/dog, either the sites or the animals may be the classes. ``without`` is
     the regular expression of a folder that ``paths`` lack behind the topmost ones.
     """
-    # As in amazon/images/cat and dslr/images/cat, all top folders may hold one folder, with what is in question in it.
-    below = below_shared_folders([path[1:] for path in paths])
-    shared = paths[0][1 : len(paths[0]) - len(below[0])] if paths else ()
-    without += "".join(f"{re.escape(folder)}/" for folder in shared)
-    paths = [path[:1] + rest for path, rest in zip(paths, below, strict=True)]
-
-    # The folders in each top folder, in one pass over all paths: there may be 10⁵ classes of 10⁷ images.
-    folders_in: dict[str, set[str]] = {top: set() for top in sorted({path[0] for path in paths if path})}
+    shared_of, folders_in = _folders_below(paths)
     tops = list(folders_in)
-    for path in paths:
-        if len(path) > 1:
-            folders_in[path[0]].add(path[1])
     folders_in.pop("", None)  # of images in no folder
 
     # Archives hold a data set and a copy of it in a folder.
@@ -196,10 +187,24 @@ def check_repeated(paths: list[tuple[str, ...]], url: str, *, without: str = "")
                 f"which would become a class; give --data {url}/{top}, or move it to another place."
             )
 
+    # Data sets that were unpacked beside each other have their parts further down, as in 100x100/fruits/train.
+    parts_in = {top: parts_among(names) for top, names in folders_in.items() if shared_of[top]}
+    with_parts = [top for top, parts in parts_in.items() if parts]
+    if len(tops) > 1 and with_parts:
+        parts = sorted({part for top in with_parts for part in parts_in[top]})
+        pattern = f"(?P<label>[^/]+)/(?:.+?/)?(?P<split>{'|'.join(map(re.escape, parts))})/"
+        if_classes = f", or, if these are classes, --data {url} --label-pattern '{pattern}'"
+        raise UsageError(
+            f"The folders {first_names(tops)} of {url} are probably data sets of their own, and no classes: the "
+            f"folders {first_names(parts)} are further down in {first_names(with_parts)}; give one data set, such as "
+            f"--data {url}/{with_parts[0]}{if_classes if with_parts == tops else ''}."
+        )
+
     # If images are directly in the top folders, or these have no name in common, the top folders are the classes.
     counts = Counter(name for names in folders_in.values() for name in names)
     repeated = sorted(name for name, count in counts.items() if count > 1)
-    if len(tops) < 2 or any(len(path) < 2 for path in paths) or len(counts) < 2 or not repeated:
+    if len(tops) < 2 or any(len(path) == 1 for path in paths) or len(counts) < 2 or not repeated:
+        report_folders_below(paths, url)
         return
     if all(map(is_beside_classes, counts)):
         raise UsageError(
@@ -207,13 +212,44 @@ def check_repeated(paths: list[tuple[str, ...]], url: str, *, without: str = "")
             "become images of the classes; move all of these but the photographs to another place."
         )
     if all(names == counts.keys() for names in folders_in.values()):
+        # As in amazon/images/cat and dslr/pictures/cat, there may be other folders between the two.
+        between = sorted({"".join(f"{re.escape(folder)}/" for folder in shared) for shared in shared_of.values()})
+        shared = between[0] if len(between) == 1 else f"(?:{'|'.join(reversed(between))})"
         raise UsageError(
             f"The folders {first_names(tops)} of {url} all contain {first_names(repeated)}, so that "
             f"either may be the classes; give --data {url} and --label-pattern '(?P<label>[^/]+)/{without}' for the "
-            f"former, or '[^/]+/{without}(?P<label>[^/]+)/' for the latter."
+            f"former, or '[^/]+/{without}{shared}(?P<label>[^/]+)/' for the latter."
         )
     sentence = "The folders %s of %s are taken for the classes; %s of %s folders below, such as %s, are in several."
     _log.warning(sentence, first_names(tops), url, f"{len(repeated):,}", f"{len(counts):,}", repeated[0])
+
+
+def report_folders_below(paths: list[tuple[str, ...]], url: str) -> None:
+    """Log which folders are taken for the classes if each of them holds several folders, and no image beside these.
+
+    In Aves/2761, Aves/3000, Plantae/1 and Plantae/7477, the numbers may be the classes that somebody wants.
+    """
+    folders_in = _folders_below(paths)[1]
+    num_below = sum(map(len, folders_in.values()))
+    if len(folders_in) > 1 and all(len(path) > 1 for path in paths if path) and min(map(len, folders_in.values())) > 1:
+        first, names = next(iter(folders_in.items()))
+        sentence = "The folders %s of %s are taken for the classes, and not the %s folders in these, such as %s/%s."
+        _log.warning(sentence, first_names([*folders_in]), url, f"{num_below:,}", first, min(names))
+
+
+def _folders_below(paths: list[tuple[str, ...]]) -> tuple[dict[str, tuple[str, ...]], dict[str, set[str]]]:
+    """Return, by top folder, the folders in it that all of its images share, and the set of folders below these.
+
+    An archive may unpack as photos/photos/cat, and amazon/images/cat and dslr/images/cat have what is in question in
+    one folder each. As in :func:`below_shared_folders`, an image keeps at least one folder.
+    """
+    # In one pass over all paths, as there may be 10⁵ classes of 10⁷ images.
+    rest_of: dict[str, list[tuple[str, ...]]] = {top: [] for top in sorted({path[0] for path in paths if path})}
+    for path in filter(None, paths):
+        rest_of[path[0]].append(path[1:])
+    below_of = {top: below_shared_folders(rest) for top, rest in rest_of.items()}
+    shared_of = {top: rest[0][: len(rest[0]) - len(below_of[top][0])] for top, rest in rest_of.items()}
+    return shared_of, {top: {path[0] for path in below if path} for top, below in below_of.items()}
 
 
 def check_linked_classes(files: Listing, classes: Sequence[str]) -> None:

@@ -30,6 +30,7 @@ from raytrain.data.labels.doubtful_folders import (
     check_top_names,
     is_beside_classes,
     report_doubtful,
+    report_folders_below,
     report_masks,
 )
 from raytrain.data.labels.label_formats import KEY_COLUMNS, LABEL_COLUMNS, METADATA, read_table
@@ -310,6 +311,7 @@ def _parts_above_classes(paths: list[tuple[str, ...]], tops: set[str], url: str)
         num_images = format_count(len(below_of[folder]), "image")
         _log.warning("Not used of %s: %s in %s/, in none of the class folders of %s/.", url, num_images, folder, train)
     check_alphabet(below_of[train], url)
+    report_folders_below(below_of[train], f"{url}/{train}")
 
     # And no other folder may be beside them.
     if beside_parts:
