@@ -445,6 +445,34 @@ def layers_that_come_later() -> dict[str, Tensor]:
     return weights(model)
 
 
+class Stop(torch.autograd.Function):
+    """Passes its input on, and gives it no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return None
+
+
+def gradients_that_a_function_stops() -> dict[str, Tensor]:
+    """In every second step the layers before the head get no gradient."""
+    torch.manual_seed(0)
+    first, second, head = network(normed=False), nn.Linear(4, 4).double(), nn.Linear(4, 4).double()
+    model, second, head = raytrain.parallel(first, second, head)
+    for step, (images, labels, _) in enumerate(slices()):
+        rows = model(images)
+        rows = Stop.apply(second(rows)) if step % 2 else second(rows)
+        optimizer = SGD([*model.parameters(), *second.parameters(), *head.parameters()], lr=0.1)
+        optimizer.zero_grad()
+        F.cross_entropy(head(rows), labels).backward()
+        assert all((parameter.grad is None) == bool(step % 2) for parameter in model.parameters())
+        optimizer.step()
+    return weights(model, second, head)
+
+
 def frames_that_a_thread_keeps() -> dict[str, Tensor]:
     """A thread that looks at this one's stack while the first backward searches all objects keeps what they are."""
     kept: list[object] = []
@@ -481,6 +509,7 @@ LOOPS: tuple[Callable[[], dict[str, Tensor]], ...] = (
     a_backward_that_is_repeated_after_an_error,
     weights_of_a_function,
     layers_that_come_later,
+    gradients_that_a_function_stops,
     frames_that_a_thread_keeps,
     named_samples,  # after those whose dropout goes by the place of a row: the last batch names rows until the next one
     gradients_that_the_loop_keeps,
@@ -570,22 +599,26 @@ def mistakes() -> list[str]:
     """Return what is said to mistakes that all processes make alike, or find out alike."""
     rank = dist.get_rank()
     wrapped = raytrain.parallel(network())
+    inner = raytrain.parallel(network(normed=False))
+    outer = raytrain.parallel(nn.Sequential(inner, nn.Linear(4, 4).double()))
     return [
         error_of(lambda: raytrain.parallel(body(width=5 + rank))),
         error_of(lambda: raytrain.parallel(body(), seed=rank)),
         error_of(lambda: raytrain.parallel(DistributedDataParallel(network()))),
         error_of(lambda: backward_of(wrapped, DistributedDataParallel(wrapped))),
         error_of(lambda: backward_of(raytrain.parallel(network(normed=False)), create_graph=True)),
+        error_of(lambda: backward_of(outer)),
     ]
 
 
 def test_mistakes_of_all_processes_are_refused() -> None:
-    for shapes, options, inside, around, twice in run_in_processes(2, mistakes):
+    for shapes, options, inside, around, twice, nested in run_in_processes(2, mistakes):
         assert "networks of other shapes or types, or other options, on worker 1 than on worker 0" in shapes
         assert options == shapes
         assert "raytrain.parallel got a DistributedDataParallel" in inside
         assert "into a DistributedDataParallel, which would sum gradients a second time" in around
         assert "create_graph=True" in twice
+        assert "is in networks of two calls of raytrain.parallel" in nested
 
 
 def warnings_on_a_hook() -> list[str]:

@@ -33,7 +33,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -74,6 +74,8 @@ class ExactGradients:
         gradients.follow(list(model.parameters()))
         loss.backward()  # of the mean over 5 of 8 images; afterwards .grad is that of the mean over all 8
     """
+
+    _last_taken: ClassVar[tuple[int, int]] = 0, 0  # ids of the last taker and parameter in a backward that is running
 
     def __init__(
         self,
@@ -138,7 +140,9 @@ class ExactGradients:
                 nodes[key].register_prehook(partial(self._take_gradient, parameter))
         self._followed, self._nodes = followed, nodes
 
-    def _take_gradient(self, parameter: Tensor, gradients: tuple[Tensor, ...]) -> tuple[Tensor | None, ...] | None:
+    def _take_gradient(
+        self, parameter: Tensor, gradients: tuple[Tensor | None, ...]
+    ) -> tuple[Tensor | None, ...] | None:
         """Take the gradient that a backward has computed for ``parameter``; called by the autograd engine.
 
         Returns a tuple with the gradient that the engine should accumulate instead: (None,) for none, because the
@@ -149,6 +153,9 @@ class ExactGradients:
         if not self._is_running or self._callback() is None:
             self._begin_backward()
         (gradient,) = gradients
+        if gradient is None:  # a function without a gradient, such as one that stops it, lies behind the parameter
+            self._check_not_taken(parameter)
+            return None
         # A single worker sums nothing, but a microbatch still has its factor, and a placeholder the factor 0.
         if self._world_size == 1:
             if self._factor == 1.0:
@@ -164,12 +171,23 @@ class ExactGradients:
         if bucket.work is not None:
             self._receive(bucket)
         bucket.add(parameter, gradient, self._factor)
+        ExactGradients._last_taken = id(self), id(parameter)
         # Send complete buckets, in an order that is the same on all workers: each waits for those before it.
         if bucket.is_complete and not self._is_deferred:
             while self._num_sent < len(self._buckets) and self._buckets[self._num_sent].is_complete:
                 self._send(self._buckets[self._num_sent])
                 self._num_sent += 1
         return (None,)
+
+    def _check_not_taken(self, parameter: Tensor) -> None:
+        """Raise UsageError if ``parameter`` has no gradient because other :class:`ExactGradients` have taken it."""
+        taker_id, taken_id = ExactGradients._last_taken
+        if taker_id != id(self) and taken_id == id(parameter):
+            raise UsageError(
+                f"A parameter of the shape {tuple(parameter.shape)} is in networks of two calls of raytrain.parallel, "
+                "and each of them would sum its gradient; give both networks to one call, raytrain.parallel(first, "
+                "second), or only the outer one if it contains the other."
+            )
 
     def _send(self, bucket: Bucket) -> None:
         """Start to sum a ``bucket`` over the workers. Go on with earlier sums in bfloat16, which take two steps."""
@@ -232,6 +250,7 @@ class ExactGradients:
         else:
             self._sum()
         self._is_running = False
+        ExactGradients._last_taken = 0, 0
         # Give all hooks back before the first one is called: if it raises an exception, none is lost.
         held_hooks = [held for held in self._give_back_hooks() if held.parameter.grad is not None]
         if not self._is_deferred:
