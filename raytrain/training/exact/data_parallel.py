@@ -284,6 +284,7 @@ def parallel(*networks: nn.Module, seed: int = 0, batch_norm: BatchNormMode = "s
     Dropout draws the same numbers on any number of processes for the batches of ``raytrain.ImageLoader``, which have
     the numbers of their samples, and for those of any loader that gives each process a contiguous slice of the global
     batch, in the order of ranks. With a ``DistributedSampler``, which deals images out in turn, the numbers differ.
+    Dropout within other layers, such as attention and ``nn.LSTM``, and in ``torch.nn.functional`` is not changed.
 
     Args:
         networks: the networks that one loss trains, such as a backbone and its head, on the device of this process.
