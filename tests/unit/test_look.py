@@ -210,6 +210,16 @@ def test_the_command_writes_the_picture_without_ray(images: Path) -> None:
     assert not (images / "runs").exists()
 
 
+def test_where_no_picture_can_be_written_the_tables_are_shown_all_the_same(
+    images: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (images / "file").write_text("in the place of a folder")
+    words = ["--data", f"{images}/train", "--image-size", "12", "12", "--storage", f"{images}/file/runs"]
+    assert main(["look", "custom", *words]) == 0
+    assert "training images" in capsys.readouterr().out
+    assert "no picture of the images (--output names another place)" in caplog.text
+
+
 def test_a_notebook_gets_the_picture_and_the_tables(images: Path) -> None:
     html = look_html(look_at(options(images)))
     assert html.startswith('<img src="data:image/png;base64,iVBOR') and "red/copy.png" in html

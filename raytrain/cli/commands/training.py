@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shlex
 import shutil
 from collections.abc import Generator
@@ -18,7 +19,7 @@ from raytrain.cli.commands.runs import print_address
 from raytrain.cli.tyro_parser import Without
 from raytrain.config import TrainConfig
 from raytrain.config.option_marks import Mark
-from raytrain.errors import UsageError, shell_command
+from raytrain.errors import StorageError, UsageError, shell_command
 from raytrain.experiments.sweep_options import SweepOptions
 from raytrain.monitor.snapshot import Snapshot, View
 from raytrain.monitor.stop_request import StopSignals
@@ -171,7 +172,14 @@ def look(
     check_output(output, (".png",))  # before minutes of reading
     picture = output or f"{config.storage.rstrip('/')}/{config.name or config.recipe}-look.png"
     result = raytrain.look(config, limit_s=limit_s, write_labels=write_labels)
-    save_png(look_figure(result), picture)
+    try:
+        save_png(look_figure(result), picture)
+    except StorageError as error:
+        # The tables are of use to those who can write nothing here, too.
+        if output is not None:
+            raise
+        logging.getLogger("raytrain").warning("no picture of the images (--output names another place): %s", error)
+        picture = None
     return CommandResult(look_page(result, picture), {**result.summary(), "picture": picture})
 
 
