@@ -353,6 +353,23 @@ def test_long_names_of_classes_are_seen_with_their_ends(visit: Visit, tmp_path: 
         expect(page.locator(".matrix th[scope=col] .cut").first).to_have_css("text-orientation", "sideways")
 
 
+def test_a_count_stands_behind_names_that_are_written_from_right_to_left(visit: Visit, tmp_path: Path) -> None:
+    store = store_run(tmp_path, "run", [step_row(1, loss=1.0)])
+    names = ["\u05d7\u05ea\u05d5\u05dc", "\u05db\u05dc\u05d1"]  # cat and dog, in Hebrew
+    write_json(store, EVALUATION, {"step": 1, "classes": names, "confusion": [[0, 1, 3]]})
+    append_rows(tmp_path / "run", [evaluation_row(1, accuracy=0.5)])
+    with page_of(tmp_path, "run") as server:
+        line = visit(server.url).locator(".confusions li")
+        expect(line).to_contain_text(": 3 ×")
+        ends = """item => {
+            const count = document.createRange();
+            count.selectNode(item.lastChild);
+            return [...item.querySelectorAll("b"), count].map(part => part.getBoundingClientRect().right);
+        }"""
+        label, prediction, count = line.evaluate(ends)
+        assert label < prediction < count
+
+
 def test_a_cell_of_a_matrix_of_many_classes_says_what_it_is(visit: Visit, tmp_path: Path) -> None:
     store = store_run(tmp_path, "run", [step_row(1, loss=1.0)])
     names = [f"class {number}" for number in range(100)]
