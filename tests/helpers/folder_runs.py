@@ -22,7 +22,7 @@ from raytrain.runs.documents import run_store
 from raytrain.training.assembly import load_initial_weights, make_run, train_run
 from raytrain.training.run import Run
 from raytrain.training.run_spec import RunSpec
-from tests.helpers.gloo_processes import run_in_processes
+from tests.helpers.gloo_processes import end_groups_of_earlier_runs, run_in_processes
 from tests.helpers.memory_runs import Recorder, weights_of
 from tests.helpers.small_runs import config as small_config
 
@@ -64,6 +64,7 @@ def _train_all(runs: tuple[FolderRun, ...]) -> list[Weights]:
 
 def train_here(run: FolderRun, recorder: Recorder | None = None) -> tuple[Weights, Recorder]:
     """Train a run as one worker of the current process group, if there is one."""
+    end_groups_of_earlier_runs()
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     assert run.config.name is not None
     store = run_store(run.config.storage, run.config.name)

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 
 def run_in_processes(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -65,6 +66,19 @@ def run_script(script: Path, world_size: int) -> str:
     with ProcessPoolExecutor(world_size, mp_context=forking_context()) as pool:
         ranks = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world_size)]
         return "".join(future.result() for future in [pool.submit(_run_script, script, rank) for rank in ranks])
+
+
+def end_groups_of_earlier_runs() -> None:
+    """Destroy all process groups of this process but the default one: those of runs that it has trained before.
+
+    A worker trains one run, whose groups end with the process. Each has a thread that wakes a hundred times a second:
+    those of a hundred runs would take more time than the runs.
+    """
+    if dist.is_initialized():
+        groups = distributed_c10d._world.pg_map  # pyright: ignore[reportPrivateUsage]
+        for group in [group for group in groups if group is not dist.group.WORLD]:
+            dist.destroy_process_group(group)
+        gc.collect()  # a group ends with the last object that has it, and those of a run have each other
 
 
 def forking_context() -> ForkServerContext:

@@ -31,7 +31,7 @@ from raytrain.training.loop import train
 from raytrain.training.optimisation import learning_rate_factor
 from raytrain.training.run import Run
 from raytrain.training.run_spec import RunSpec
-from tests.helpers.gloo_processes import run_in_processes
+from tests.helpers.gloo_processes import end_groups_of_earlier_runs, run_in_processes
 from tests.helpers.reference_loop import SliceBatchNorm, small_net, train_alone
 
 NUM_CLASSES, SIDE = 4, 8
@@ -146,6 +146,8 @@ def make_run(
     weights: dict[str, torch.Tensor] | None = None,
     class_weights: tuple[float, ...] | None = None,
 ) -> Run:
+    """Return this worker's part of a run, restored from the checkpoint in ``folder``. Those before are over."""
+    end_groups_of_earlier_runs()
     spec = make_spec(options, block, folder, class_weights)
     distributed = torch.distributed.is_initialized()
     rank, world_size = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if distributed else (0, 1)
