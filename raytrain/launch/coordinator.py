@@ -27,7 +27,8 @@ LONG_WAIT_S = 15.0  # seconds after the first report of a wait at which people a
 SENT_WITHIN_S = 5.0  # seconds for worker 0 to send the files of its loop to the bucket after another worker has failed
 _WAIT_IN_DIFFERENT_PLACES = (
     "The workers wait for each other in different places: worker {} {}, and worker {} {}; every worker must make the "
-    "same calls of the run, and of networks with batch norm: decide by what all of them know, such as run.total(...)."
+    "same calls of the run, of backward, and of networks with batch norm: decide by what all of them know, such as "
+    "run.total(...), and not by the number of a worker's images."
 )
 
 
