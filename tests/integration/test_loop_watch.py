@@ -5,6 +5,7 @@ The right value of most is tested in test_plain_loops.py, written as the note sa
 
 from __future__ import annotations
 
+import copy
 import random
 import tempfile
 from collections.abc import Callable, Iterable
@@ -655,6 +656,20 @@ def clipped_one_by_one(run: Any) -> None:
             optimizer.step()
 
 
+def copied_after_a_step(run: Any) -> None:
+    """As a mean teacher that begins late, in training mode: its dropout knows no samples."""
+    model = run.prepare(nn.Sequential(mlp(), nn.Dropout(0.5)))
+    optimizer = run.prepare(SGD(model.parameters(), lr=0.1))
+    teachers: list[nn.Module] = []
+
+    def loss_of(model: nn.Module, batch: Any) -> Tensor:
+        if not teachers:
+            teachers.append(copy.deepcopy(model).requires_grad_(False))
+        return F.mse_loss(model(batch.images), teachers[0](batch.images))
+
+    steps(run, model, optimizer, loss_of)
+
+
 def weighted_by_norms(model: nn.Module, batch: Any) -> Tensor:
     """As private training by hand: gradients of single images weigh their losses."""
     losses, weights = losses_of(model, batch), list(model.parameters())
@@ -888,6 +903,7 @@ NOTES: dict[str, tuple[Loop, str]] = {
     "a sum of rows' losses": (by_steps(lambda m, b: added(each_loss(m, b)), mlp), "a sum over images"),
     "a sum over images one by one": (by_steps(lambda m, b: added(each_by_itself(m, b)), mlp), "a sum over images"),
     "a backward for each image": (by_steps(backward_of_each, mlp), "a sum over images"),
+    "a copy with dropout": (copied_after_a_step, "random numbers from torch"),
     "gradients of single images": (clipped_one_by_one, "between the backwards of single images"),
     "a loss of the first half": (by_steps(first_half_alone, mlp), "by their places among those of a worker"),
     "weights by turns": (by_steps(by_turns, mlp), "by their places among those of a worker"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -82,6 +83,20 @@ def test_checkpointing_repeats_the_numbers_of_any_call(use_reentrant: bool) -> N
     torch.stack(results).sum().backward()
     assert once.grad is not None and again.grad is not None
     assert (once.grad == 2 * results[0]).all() and (again.grad == 2 * (results[1] + results[2])).all()
+
+
+def test_a_copy_draws_from_torchs_generator_and_not_for_the_samples_of_the_network() -> None:
+    model = dropout.convert(nn.Sequential(nn.Dropout(0.3))).train()
+    dropout.begin(model.modules(), SAMPLES, seed=0, step=0)
+    twin, rows = copy.deepcopy(model), torch.ones(600, 8)
+    torch.manual_seed(1)
+    first = twin(rows)
+    torch.manual_seed(2)
+    of_network = model(rows)
+    assert not torch.equal(first, of_network)
+    assert not torch.equal(first, copy.deepcopy(model)(rows))
+    dropout.begin(twin.modules(), SAMPLES, seed=0, step=0)
+    assert torch.equal(twin(rows), of_network)
 
 
 def test_windows_of_an_image_belong_to_its_sample() -> None:

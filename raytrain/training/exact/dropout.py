@@ -138,11 +138,18 @@ class _SampledDropout(nn.Module):
         scale = 1 / (1 - rate) if getattr(self, "scale_by_keep", True) and rate < 1 else 1.0
         return input * is_kept.to(input.dtype).mul_(scale)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy and a pickle have: nobody tells a copy which samples come next, so it has none.
+
+        torch's generator draws in it, which the watch of a loop reports.
+        """
+        return {**vars(self), "keys": None, "row_keys": None, "row_keys_of_shape": {}, "num_calls": 0}
+
     def random_numbers(self, input: Tensor) -> Tensor:
         """Return uniform random numbers in [0, 1), float64, that broadcast against ``input``, and count the call.
 
         A sample may have several rows of the input, such as the windows of an image, one after the other. If the first
-        dimension is not a multiple of the number of samples, torch's generator draws.
+        dimension is not a multiple of the number of samples, or no samples are known, torch's generator draws.
         """
         key, row_keys = self._key_of_call(), self.row_keys
         # A forward that checkpointing repeats must draw for the same rows, and the network may have got others since.
