@@ -465,6 +465,10 @@ def several_at_once(run: Any) -> None:
             optimizer.step()
 
 
+def soft_labels(batch: Any) -> Tensor:
+    return 0.9 * F.one_hot(batch.labels, 4).double() + 0.025
+
+
 def mixed_by_hand(model: nn.Module, batch: Any) -> Tensor:
     order = torch.arange(len(batch.images)).flip(0)
     logits = model(0.7 * batch.images + 0.3 * batch.images[order])
@@ -826,6 +830,30 @@ NOTES: dict[str, tuple[Loop, str]] = {
     "the largest number": (by_features(lambda z, y: (z / z.detach().abs().max()).square().mean()), "run.gather("),
     "a sum": (by_steps(lambda m, b: F.cross_entropy(m(b.images), b.labels, reduction="sum"), mlp), "is a sum"),
     "sums of columns": (by_features(lambda z, y: (z - y).abs().sum(0).mean()), "is a sum"),
+    "a sum of a stack": (
+        by_steps(lambda m, b: torch.stack([losses_of(m, b), losses_of(m, b)]).sum(), mlp),
+        "is a sum",
+    ),
+    "sums of the vectors of a stack": (
+        by_steps(lambda m, b: torch.stack([losses_of(m, b), losses_of(m, b)]).sum(1).mean(), mlp),
+        "is a sum",
+    ),
+    "sums of channels": (
+        by_features(lambda z, y: (z - y).square().view(-1, 2, 2, 1).sum((0, 2, 3)).mean()),
+        "is a sum",
+    ),
+    "a sum by einsum": (
+        by_steps(lambda m, b: -torch.einsum("ij,ij->", soft_labels(b), m(b.images).log_softmax(1)), mlp),
+        "is a sum",
+    ),
+    "the square of a norm": (
+        by_steps(lambda m, b: 0.1 * torch.linalg.norm(m(b.images) - soft_labels(b)) ** 2, mlp),
+        "is a sum",
+    ),
+    "a sum by an older name": (
+        by_steps(lambda m, b: F.mse_loss(m(b.images), soft_labels(b), size_average=False), mlp),
+        "is a sum",
+    ),
     "a sum of one row": (by_features(lambda z, y: (z - y).abs().mean(1).sum(0, keepdim=True).mean()), "is a sum"),
     "a sum by hand": (
         by_steps(lambda m, b: 0.1 * F.cross_entropy(m(b.images), b.labels, reduction="none").sum(), mlp),
@@ -1285,6 +1313,26 @@ SILENT: dict[str, Loop] = {
     "two domains with batch norm": by_steps(by_domains, Pooled),
     "two branches": by_steps(in_two_branches, mlp),
     "class by class": by_steps(class_by_class, mlp),
+    "a sum by einsum over the images": by_steps(
+        lambda m, b: (
+            -torch.einsum("ij,ij->", soft_labels(b), m(b.images).log_softmax(1)) / len(b.images)
+            + torch.einsum("i,i->", WEIGHTS[b.labels] / len(b.images), losses_of(m, b))
+        ),
+        mlp,
+    ),
+    "sums of a stack over the images": by_steps(
+        lambda m, b: (
+            torch.stack([losses_of(m, b), losses_of(m, b)]).sum() / len(b.images)
+            + torch.stack([losses_of(m, b), losses_of(m, b)]).sum(axis=0).mean()  # pyright: ignore[reportCallIssue]
+        ),
+        mlp,
+    ),
+    "the square of a norm over the images": by_steps(
+        lambda m, b: (m(b.images) - soft_labels(b)).norm() ** 2 / len(b.images), mlp
+    ),
+    "an older name of a sum over the images": by_steps(
+        lambda m, b: F.mse_loss(m(b.images), soft_labels(b), size_average=False) / len(b.images), mlp
+    ),
     "a sum times a fraction": by_steps(
         lambda m, b: (1.0 / len(b.images)) * F.cross_entropy(m(b.images), b.labels, reduction="sum"), mlp
     ),

@@ -41,11 +41,13 @@ from raytrain.training.loop_checks.torch_functions import (
     ADDITIONS,
     BENDS,
     COMPARISONS,
+    CONTRACTIONS,
     DIVISIONS,
     JOINS,
     LINEAR,
     LOSSES,
     MULTIPLICATIONS,
+    NORMS,
     PUT_BACK,
     SCALE_FREE,
     STATISTICS,
@@ -65,6 +67,24 @@ class Call(NamedTuple):
     def argument(self, position: int, name: str, default: Any = None) -> Any:
         """Return an argument that may be given by its position or by its name."""
         return self.kwargs.get(name, self.args[position] if len(self.args) > position else default)
+
+    @property
+    def reduction(self) -> str:
+        """What a loss of torch's makes of the losses of single images, as ``mean``, ``sum`` or ``none``."""
+        if self.kwargs.get("size_average") is False:  # an older name of a sum
+            return "none" if self.kwargs.get("reduce") is False else "sum"
+        return self.kwargs.get("reduction", "mean")
+
+    @property
+    def all_have_marks(self) -> bool:
+        """True if there is no tensor among the arguments but the sources."""
+        return len(self.sources) == sum(isinstance(leaf, Tensor) for leaf in tree_leaves(self.args))
+
+    @property
+    def dims(self) -> list[int] | None:
+        """The dimensions over which a sum or a mean goes, counted from 0; None for all of them."""
+        dims = self.kwargs.get("axis", self.argument(1, "dim"))
+        return None if dims is None else [dim % max(self.sources[0].ndim, 1) for dim in tree_leaves(dims)]
 
     @property
     def gives_one_number(self) -> bool:
@@ -93,7 +113,7 @@ class MarkRules:
             marks.discard("columns")
         # One factor of a product, or the dividend, is divided by the number of images; of a sum, all terms are.
         num_shares = sum("share" in self._marks[source] for source in call.sources)
-        is_product = call.name in MULTIPLICATIONS | DIVISIONS
+        is_product = call.name in MULTIPLICATIONS | DIVISIONS | CONTRACTIONS
         if num_shares != (1 if is_product else len(call.sources)) or "share" in self._marks_of_divisor(call):
             marks.discard("share")
         self._mark_statistics(call, marks)
@@ -108,7 +128,7 @@ class MarkRules:
         is_mean = call.name in STATISTICS or LOSSES.fullmatch(call.name)
         if call.gives_one_number and is_mean and has_rows(call.sources[0], call.num_images):
             marks.add("statistic")
-        is_mean_over_first = call.name in ("mean", "nanmean") and call.argument(1, "dim") in (0, (0,), [0])
+        is_mean_over_first = call.name in ("mean", "nanmean") and call.dims == [0]
         if is_mean_over_first and has_rows(call.sources[0], call.num_images):
             marks.add("columns")
 
@@ -168,27 +188,31 @@ class MarkRules:
         # A number that adds up the images, or one for each column, is larger if the worker has more of them. The sum of
         # a mask that covers equally many numbers of each image counts the images.
         first = call.sources[0]
-        is_sum = call.name in ("sum", "nansum") or call.kwargs.get("reduction") == "sum"
+        is_sum = call.name in ("sum", "nansum") or call.reduction == "sum"
         is_over_images = has_rows(first, call.num_images) and "columns" not in self._marks[first]
-        is_over_first = call.name in ("sum", "nansum") and call.argument(1, "dim") in (0, (0,), [0])
-        is_of_columns = is_over_first and self._swapped.follows_rows(first)  # its rows may be no images, only as many
         if call.name not in LINEAR:  # such as a loss of what was divided
             marks.discard("share")
-        adds_up = is_of_columns or (call.gives_one_number and is_sum and ("selected" in marks or is_over_images))
+        adds_up = call.gives_one_number and is_sum and ("selected" in marks or is_over_images)
         adds_up |= self._adds_last_image(call, rows_of(marks))
-        if adds_up and "share" not in marks:
-            marks.add("count" if covers_alike(first) else "sum")
+        # Of a sum over some dimensions, or of several vectors in a stack, swapped images show whether one of the
+        # dimensions has the images, or only as many numbers. A contraction is a sum of products, and a norm its root.
+        if call.name in ("sum", "nansum"):
+            dims = range(first.ndim) if call.dims is None else call.dims
+            adds_up |= any(self._swapped.follows_rows(first, dim) for dim in dims)
+        contracts = call.name in CONTRACTIONS | NORMS and call.gives_one_number and call.all_have_marks
+        contracts = contracts and any(map(self._swapped.follows_rows, call.sources))
+        if (adds_up or contracts) and "share" not in marks:
+            marks.add("count" if adds_up and covers_alike(first) else "sum")
 
         # A mean over selected rows, such as a loss of torch, weights the workers wrongly. A mean over other dimensions
         # keeps the rows.
-        is_mean_loss = LOSSES.fullmatch(call.name) and call.kwargs.get("reduction", "mean") in ("mean", "batchmean")
-        dims = call.argument(1, "dim") if call.name == "mean" else None
-        keeps_rows = dims is not None and 0 not in [dim % max(first.ndim, 1) for dim in tree_leaves(dims)]
-        if (is_mean_loss or (call.name == "mean" and not keeps_rows)) and "selected" in marks:
+        is_mean_loss = LOSSES.fullmatch(call.name) and call.reduction in ("mean", "batchmean")
+        is_mean_over_rows = call.name == "mean" and (call.dims is None or 0 in call.dims)
+        if (is_mean_loss or is_mean_over_rows) and "selected" in marks:
             marks.add("other mean")
 
         # The same holds for a cross entropy with class weights, which divides by their sum, or with labels left out.
-        if call.name in ("cross_entropy", "nll_loss") and call.kwargs.get("reduction", "mean") == "mean":
+        if call.name in ("cross_entropy", "nll_loss") and call.reduction == "mean":
             target, weight = call.argument(1, "target"), call.argument(2, "weight")
             has_classes = isinstance(target, Tensor) and target.ndim == 1 and not target.is_floating_point()
             ignored = call.kwargs.get("ignore_index", -100)

@@ -266,15 +266,15 @@ class SwappedImages:
         """Return whether ``tensor`` has another number of rows with swapped images, as after ``logits[mask]``."""
         return tensor in self._selections
 
-    def follows_rows(self, tensor: Tensor) -> bool:
-        """Return whether ``tensor`` has a row for each image, which goes with the image if images are swapped.
+    def follows_rows(self, tensor: Tensor, dim: int = 0) -> bool:
+        """Return whether ``tensor`` has, in its dimension ``dim``, a row for each image, which goes with the image.
 
-        False if the swapped rows are alike, which shows nothing.
+        False if the rows are alike when images are swapped, which shows nothing.
         """
-        if tensor not in self._variants or not tensor.ndim or len(tensor) != self._orders.shape[1]:
+        if tensor not in self._variants or not tensor.ndim or tensor.shape[dim] != self._orders.shape[1]:
             return False
         exchanged, values = self._variant(tensor, 0), tensor.detach()
-        swapped_rows = values[self._orders[0].to(values.device)]
+        swapped_rows = values.index_select(dim, self._orders[0].to(values.device))
         return bool(_are_close(swapped_rows, exchanged).all()) and not bool(_are_close(values, exchanged).all())
 
     def mixes(self, tensor: Tensor) -> bool:

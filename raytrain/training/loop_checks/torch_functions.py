@@ -13,6 +13,8 @@ TAKE_WEIGHTS = {  # functions of images and weights
     *("batch_norm", "layer_norm", "group_norm", "instance_norm", "rms_norm", "prelu"),
 }
 STATISTICS = {"mean", "sum", "nanmean", "nansum"}
+CONTRACTIONS = {"einsum", "dot", "vdot", "inner", "tensordot", "matmul", "__matmul__"}  # sums of products
+NORMS = {"norm", "dist", "linalg_norm", "linalg_vector_norm", "linalg_matrix_norm"}  # of all numbers: roots of sums
 LOSSES = re.compile(r".*_loss|cross_entropy|kl_div|binary_cross_entropy.*")  # a mean unless told otherwise
 SCALE_FREE = {"sign", "sign_", "sgn", "normalize", "cosine_similarity", "layer_norm", "instance_norm", "group_norm"}
 
