@@ -1313,6 +1313,9 @@ SILENT: dict[str, Loop] = {
     "two domains with batch norm": by_steps(by_domains, Pooled),
     "two branches": by_steps(in_two_branches, mlp),
     "class by class": by_steps(class_by_class, mlp),
+    "weights of classes for soft labels": by_steps(
+        lambda m, b: F.cross_entropy(m(b.images), soft_labels(b), weight=WEIGHTS), mlp
+    ),
     "a sum by einsum over the images": by_steps(
         lambda m, b: (
             -torch.einsum("ij,ij->", soft_labels(b), m(b.images).log_softmax(1)) / len(b.images)

@@ -211,12 +211,13 @@ class MarkRules:
         if (is_mean_loss or is_mean_over_rows) and "selected" in marks:
             marks.add("other mean")
 
-        # The same holds for a cross entropy with class weights, which divides by their sum, or with labels left out.
+        # The same holds for a cross entropy with class weights, which divides by their sum, or with labels left out. If
+        # the targets are chances of the classes, it divides by the number of images.
         if call.name in ("cross_entropy", "nll_loss") and call.reduction == "mean":
             target, weight = call.argument(1, "target"), call.argument(2, "weight")
-            has_classes = isinstance(target, Tensor) and target.ndim == 1 and not target.is_floating_point()
-            ignored = call.kwargs.get("ignore_index", -100)
-            if weight is not None or (has_classes and bool((target == ignored).any())):
+            has_classes = isinstance(target, Tensor) and not target.is_floating_point()
+            left_out = target == call.kwargs.get("ignore_index", -100)
+            if has_classes and (weight is not None or (bool(left_out.any()) and not covers_alike(left_out))):
                 marks.add("other mean")
 
         # A quotient of two sums is a mean over something else, which the divisor counts. A sum that is divided by this
