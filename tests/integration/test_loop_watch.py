@@ -465,6 +465,19 @@ def several_at_once(run: Any) -> None:
             optimizer.step()
 
 
+def by_order(model: nn.Module, batch: Any) -> Tensor:
+    """Of 6 images, the 4 with the largest losses: two of each group whose images are swapped."""
+    losses = losses_of(model, batch)
+    return torch.sort(losses + (batch.samples % 2) * 1e-6, descending=True).values[: int(0.7 * len(losses))].mean()
+
+
+def sorted_by_classes(model: nn.Module, batch: Any) -> Tensor:
+    """The images are put in the order of their classes, and a mean goes over each class's part."""
+    losses, order = losses_of(model, batch), batch.labels.argsort()
+    parts = losses[order].split(batch.labels.bincount(minlength=4).tolist())
+    return torch.stack([part.sum() for part in parts]).sum() / len(losses) + losses.sort().values.mean()
+
+
 def soft_labels(batch: Any) -> Tensor:
     return 0.9 * F.one_hot(batch.labels, 4).double() + 0.025
 
@@ -850,6 +863,7 @@ NOTES: dict[str, tuple[Loop, str]] = {
         by_steps(lambda m, b: 0.1 * torch.linalg.norm(m(b.images) - soft_labels(b)) ** 2, mlp),
         "is a sum",
     ),
+    "the largest of an order": (by_steps(by_order, mlp), "compares the images"),
     "a sum by an older name": (
         by_steps(lambda m, b: F.mse_loss(m(b.images), soft_labels(b), size_average=False), mlp),
         "is a sum",
@@ -1313,6 +1327,7 @@ SILENT: dict[str, Loop] = {
     "two domains with batch norm": by_steps(by_domains, Pooled),
     "two branches": by_steps(in_two_branches, mlp),
     "class by class": by_steps(class_by_class, mlp),
+    "images in the order of their classes": by_steps(sorted_by_classes, mlp),
     "weights of classes for soft labels": by_steps(
         lambda m, b: F.cross_entropy(m(b.images), soft_labels(b), weight=WEIGHTS), mlp
     ),

@@ -20,6 +20,7 @@ A tensor that depends on the batch has a set of marks. All tensors that are comp
   first alone is of a batch that is over.
 - ``placed``: rows were written whose places are a part of the batch, such as its first half. ``filled``: the first
   such write was into a new tensor, which may be filled part by part.
+- ``ordered``: the tensor is a vector of the images' numbers by their size, or of their places in that order.
 - ``guard``: the tensor says whether there is any of something, or compares a number with 0 or 1.
 - ``row 3``: the tensor depends on that row of a tensor with a row for each image, which Python has taken out of it, as
   a loop over the images does. This is harmless unless Python compares two of them, as ``sorted`` does, or adds up all
@@ -35,7 +36,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from raytrain.training.loop_checks.rows_of_images import covers_alike, has_rows
+from raytrain.training.loop_checks.rows_of_images import covers_alike, has_rows, is_part_of_rows
 from raytrain.training.loop_checks.swapped_images import SwappedImages
 from raytrain.training.loop_checks.torch_functions import (
     ADDITIONS,
@@ -140,8 +141,13 @@ class MarkRules:
         if has_gradients and (call.name not in LINEAR or is_product):
             marks.add("compares")
         # The largest of several images are chosen by a comparison, even if as many of them are in both groups.
-        chooses = call.name in ("topk", "kthvalue") and call.sources[0].ndim == 1
-        is_chosen = chooses and has_rows(call.sources[0], call.num_images)
+        first, num_images = call.sources[0], call.num_images
+        is_vector = first.ndim == 1 and has_rows(first, num_images)
+        is_cut = call.name == "__getitem__" and is_part_of_rows(first, call.args[1], num_images)
+        is_chosen = is_vector and (call.name in ("topk", "kthvalue") or (is_cut and "ordered" in self._marks[first]))
+        marks.discard("ordered")
+        if is_vector and call.name in ("sort", "argsort", "msort") and first.is_floating_point():
+            marks.add("ordered")
         # Rows of a selection are of other images in the swapped order, so that a comparison row by row says nothing.
         have_places = (source for source in call.sources if not source.ndim or "selected" not in self._marks[source])
         if is_chosen or (call.name in BENDS and any(map(self._swapped.mixes, have_places))):
