@@ -465,6 +465,24 @@ def several_at_once(run: Any) -> None:
             optimizer.step()
 
 
+def by_an_integer(model: nn.Module, batch: Any) -> Tensor:
+    return entropy(model, batch) * (1 + (batch.labels == 1).sum().item())
+
+
+def by_sizes_of_parts(run: Any) -> None:
+    """Losses of parts of a batch, each weighted by its share, as a number and as a product of integers."""
+    model = run.prepare(mlp())
+    optimizer = run.prepare(SGD(model.parameters(), lr=0.1))
+    for epoch in run.epochs():
+        for batch in epoch:
+            optimizer.zero_grad()
+            for pixels, labels in zip(batch.images.tensor_split(2), batch.labels.tensor_split(2), strict=True):
+                logits, count = model(pixels), len(batch.images)
+                (0.5 * F.cross_entropy(logits, labels) * (len(pixels) / count)).backward(retain_graph=True)
+                (0.5 * F.cross_entropy(logits, labels) * len(pixels) / count).backward()
+            optimizer.step()
+
+
 def by_order(model: nn.Module, batch: Any) -> Tensor:
     """Of 6 images, the 4 with the largest losses: two of each group whose images are swapped."""
     losses = losses_of(model, batch)
@@ -868,6 +886,7 @@ NOTES: dict[str, tuple[Loop, str]] = {
         by_steps(lambda m, b: F.mse_loss(m(b.images), soft_labels(b), size_average=False), mlp),
         "is a sum",
     ),
+    "an integer": (by_steps(by_an_integer, mlp), "numbers that differ between the workers"),
     "a sum of one row": (by_features(lambda z, y: (z - y).abs().mean(1).sum(0, keepdim=True).mean()), "is a sum"),
     "a sum by hand": (
         by_steps(lambda m, b: 0.1 * F.cross_entropy(m(b.images), b.labels, reduction="none").sum(), mlp),
@@ -1328,6 +1347,7 @@ SILENT: dict[str, Loop] = {
     "two branches": by_steps(in_two_branches, mlp),
     "class by class": by_steps(class_by_class, mlp),
     "images in the order of their classes": by_steps(sorted_by_classes, mlp),
+    "parts weighted by their sizes": by_sizes_of_parts,
     "weights of classes for soft labels": by_steps(
         lambda m, b: F.cross_entropy(m(b.images), soft_labels(b), weight=WEIGHTS), mlp
     ),

@@ -29,12 +29,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 from raytrain.config.user_code import is_of_user, line_of
 from raytrain.training.exact.agreement import digest_of_tensors, has_digest
 from raytrain.training.loop_checks.searching import searching
+from raytrain.training.loop_checks.torch_functions import DIVISIONS, MULTIPLICATIONS
 
 Place = tuple[int, str, int, int]
 """A watched step of this attempt, counted from 1, a file of the user's, the number of a line, and of a call in it."""
 
 _FROM_NUMBERS = {"tensor", "as_tensor", "asarray", "scalar_tensor"}  # torch's functions that take Python's numbers
 _INDEXING = ("__getitem__", "__setitem__")
+_CUTS = {"__getitem__", "split", "chunk", "tensor_split", "narrow", "nonzero", "where", "masked_select", "index_select"}
 # Files of torch whose functions stand between the user's line and the call that the watch sees.
 _TORCH_WRAPPERS = ("torch/overrides.py", "torch/functional.py", "torch/nn/functional.py", "torch/_tensor.py")
 _ROUNDING = 1e-6  # relative difference of numbers that counts as none
@@ -55,6 +57,7 @@ class LoopNumbers:
     def __init__(self) -> None:
         self._step = self._num_images = 0
         self._weights: set[int] = set()
+        self._sizes: set[int] = set()  # numbers of rows of the parts that this step has cut out of tensors
         self._values: dict[Place, list[float | Tensor]] = {}  # in the order of the calls
         self._in_losses: set[Place] = set()
         self._decisions: set[Place] = set()  # of this step, which the next losses may depend on
@@ -69,6 +72,7 @@ class LoopNumbers:
         """
         self._step, self._num_images, self._weights = self._step + 1, num_images, weights
         self._decisions.clear()
+        self._sizes.clear()
         for tensor in list(self._places):
             self._earlier[tensor] = True
         self._places = WeakIdKeyDictionary()
@@ -91,11 +95,16 @@ class LoopNumbers:
             self._values.setdefault(place, []).extend(values)
             places |= {place}
 
+        # Note the sizes of parts, as of images.chunk(2) or losses[mask], by which a loop may weight their losses.
+        results = [result] if isinstance(result, Tensor) else tree_leaves(result)
+        if name in _CUTS:
+            sizes = {len(leaf) for leaf in results if isinstance(leaf, Tensor) and leaf.ndim}
+            self._sizes |= {size for size in sizes if size < self._num_images}
+
         # The arguments are no longer new to this step. What was written into is a result, too.
         for tensor in tensors:
             self._places.setdefault(tensor, frozenset())
         written = args[:1] if name == "__setitem__" else ()
-        results = [result] if isinstance(result, Tensor) else tree_leaves(result)
         if name == "__array_wrap__":  # NumPy has made a tensor of its own, as by np.argsort(losses)
             results = []
         for leaf in (*results, *written):
@@ -151,12 +160,16 @@ class LoopNumbers:
 
         ``tensors`` are those of the ``leaves``.
         """
-        # Python's integers are left out, which are mostly sizes and dimensions. So is the number of this worker's
-        # images, and its inverse: whoever divides by it makes a mean.
-        of_images = (self._num_images, 1 / max(self._num_images, 1))
+        # Python's integers are left out, which are mostly sizes and dimensions, unless they multiply or divide. So are
+        # the number of this worker's images and its inverse, because whoever divides by it makes a mean, and sizes of
+        # parts of the images, also as fractions of that number.
+        num_images = max(self._num_images, 1)
+        of_images = {num_images, 1 / num_images, *self._sizes, *(size / num_images for size in self._sizes)}
+        is_product = name in MULTIPLICATIONS | DIVISIONS
         is_made_of_images = name in _FROM_NUMBERS and self._is_of_images(result.shape)  # a number for each, say
         for leaf in leaves if not is_made_of_images else ():
-            if isinstance(leaf, (float, np.floating)) and leaf not in of_images:
+            is_factor = type(leaf) is int and is_product and leaf % num_images > 0
+            if (isinstance(leaf, (float, np.floating)) or is_factor) and leaf not in of_images:
                 yield float(leaf)
             elif isinstance(leaf, np.ndarray) and not self._is_of_images(leaf.shape) and leaf.dtype.kind in "biuf":
                 yield digest(torch.as_tensor(np.ascontiguousarray(leaf)))
