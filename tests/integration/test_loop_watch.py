@@ -489,6 +489,13 @@ def by_order(model: nn.Module, batch: Any) -> Tensor:
     return torch.sort(losses + (batch.samples % 2) * 1e-6, descending=True).values[: int(0.7 * len(losses))].mean()
 
 
+def table_of_each_step(model: nn.Module, batch: Any) -> Tensor:
+    """Numbers that a generator draws in each step for all images of the data set, by their samples."""
+    drawn = torch.rand(48, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    mask = drawn.argsort(1)[batch.samples] < 2
+    return entropy(model, batch) + (model(batch.images) * mask).square().mean()
+
+
 def sorted_by_classes(model: nn.Module, batch: Any) -> Tensor:
     """The images are put in the order of their classes, and a mean goes over each class's part."""
     losses, order = losses_of(model, batch), batch.labels.argsort()
@@ -1346,6 +1353,7 @@ SILENT: dict[str, Loop] = {
     "two domains with batch norm": by_steps(by_domains, Pooled),
     "two branches": by_steps(in_two_branches, mlp),
     "class by class": by_steps(class_by_class, mlp),
+    "a table that each step draws": by_steps(table_of_each_step, mlp),
     "images in the order of their classes": by_steps(sorted_by_classes, mlp),
     "parts weighted by their sizes": by_sizes_of_parts,
     "weights of classes for soft labels": by_steps(

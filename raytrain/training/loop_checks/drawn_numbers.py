@@ -70,6 +70,8 @@ class DrawnNumbers:
         # part of the numbers for the images of all workers.
         drawn = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf in self._seeds_of]
         seeds = set[int]().union(*(self._seeds_of[tensor] for tensor in drawn))
+        if _reads_table(call, drawn):
+            return
         if call.sources and call.name not in TAKE_WEIGHTS and any(tensor.ndim for tensor in (*drawn, *call.sources)):
             self.seeds |= seeds
         elif seeds and not call.sources:
@@ -82,3 +84,14 @@ class DrawnNumbers:
             for leaf in tree_leaves(result):
                 if isinstance(leaf, Tensor) and id(leaf) not in self._weights | own_parts:
                     self._seeds_of[leaf] = seeds
+
+
+def _reads_table(call: Call, drawn: Sequence[Tensor]) -> bool:
+    """Return whether a call takes ``drawn`` numbers by whole numbers of the batch, as ``table[batch.samples]`` does.
+
+    These are the same for an image on whichever worker it is.
+    """
+    if call.name not in ("__getitem__", "index_select", "embedding") or not call.sources:
+        return False
+    are_indices = all(not source.is_floating_point() and source.dtype != torch.bool for source in call.sources)
+    return are_indices and not any(source is tensor for source in call.sources for tensor in drawn)
