@@ -465,6 +465,21 @@ def several_at_once(run: Any) -> None:
             optimizer.step()
 
 
+def four_batches(run: Any) -> None:
+    """Losses that are added up over four batches, and the features of these, which are compared."""
+    model = run.prepare(mlp())
+    optimizer = run.prepare(SGD(model.parameters(), lr=0.1))
+    for epoch in run.epochs():
+        logits: list[Tensor] = []
+        for batch in epoch:
+            logits.append(model(batch.images))
+            if len(logits) == 4:
+                rows = torch.cat(logits)
+                optimizer.zero_grad()
+                (F.cross_entropy(logits[-1], batch.labels) + (rows @ rows.T).square().mean()).backward()
+                optimizer.step()
+
+
 def by_an_integer(model: nn.Module, batch: Any) -> Tensor:
     return entropy(model, batch) * (1 + (batch.labels == 1).sum().item())
 
@@ -894,6 +909,7 @@ NOTES: dict[str, tuple[Loop, str]] = {
         "is a sum",
     ),
     "an integer": (by_steps(by_an_integer, mlp), "numbers that differ between the workers"),
+    "four batches at once": (four_batches, "compares the images"),
     "a sum of one row": (by_features(lambda z, y: (z - y).abs().mean(1).sum(0, keepdim=True).mean()), "is a sum"),
     "a sum by hand": (
         by_steps(lambda m, b: 0.1 * F.cross_entropy(m(b.images), b.labels, reduction="none").sum(), mlp),

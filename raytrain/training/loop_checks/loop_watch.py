@@ -3,9 +3,10 @@
 A loop is exact if its loss is a mean over images and each term depends on one image only. That cannot be proved from
 outside, but the usual exceptions show in the calls of torch that the loop makes. They are followed
 (:mod:`raytrain.training.loop_checks.watched_calls`) in the first two steps of each of the first five epochs of an
-attempt, because some losses begin after a warm-up. One of these steps is also computed with some images swapped
-(:mod:`raytrain.training.loop_checks.swapped_images`). Nothing is replaced, and other steps are not watched. Numbers
-that come from outside of these calls are compared between the workers
+attempt, because some losses begin after a warm-up, and up to the first backward of an epoch, which comes later for a
+loss of several batches. One of these steps is also computed with some images swapped
+(:mod:`raytrain.training.loop_checks.swapped_images`). Nothing is replaced, and other steps are not
+watched. Numbers that come from outside of these calls are compared between the workers
 (:mod:`raytrain.training.loop_checks.loop_numbers`).
 """
 
@@ -36,6 +37,7 @@ from raytrain.training.protocols import Worker
 from raytrain.training.random_numbers import held_generators, state_of, used_generators
 
 _NUM_WATCHED = 2  # steps of an epoch
+_MAX_WATCHED = 32  # steps of an epoch, if the loop calls no backward in those before
 _NUM_EPOCHS = 5  # of an attempt
 
 
@@ -61,7 +63,8 @@ class LoopWatch:
         self._draws = False  # True if this worker draws random numbers that others do not, or for all images the same
         self._has_news = False  # True if steps were watched since the notes were last compared
         self._calls = WatchedCalls(self._notes.add, config.batch_size, worker.rank)
-        self._num_steps_left = 0  # that are watched in this epoch
+        self._num_steps_left = self._num_steps_watched = 0  # of this epoch
+        self._has_backward = False  # True if the loop has called a backward in this epoch, on any worker
         self._num_epochs_left = _NUM_EPOCHS if worker.world_size > 1 else 0
         self._epoch: int | None = None
         self._may_swap = False  # True if no step of this epoch was computed with swapped images
@@ -77,13 +80,14 @@ class LoopWatch:
         is_first = self._epoch is None
         if batch.epoch != self._epoch and self._num_epochs_left:
             self._num_epochs_left -= 1
-            self._num_steps_left = _NUM_WATCHED
-            self._may_swap = True
+            self._num_steps_left, self._num_steps_watched = _NUM_WATCHED, 0
+            self._may_swap, self._has_backward = True, False
         self._epoch = batch.epoch
         if not self._num_steps_left:
             yield
             return
         self._num_steps_left -= 1
+        self._num_steps_watched += 1
 
         # States of generators of NumPy and Python are compared before and after, as no call of torch shows their use.
         variables = [] if frame is None else [value for value in frame.f_locals.values() if value is not run]
@@ -158,10 +162,17 @@ class LoopWatch:
             self._draws,
             self._calls.depends_on_places,
             self._calls.tables,
+            self._calls.has_backward,
         )
         of_workers: list[Any] = [None] * self._worker.world_size
         dist.all_gather_object(of_workers, signs)
         signs_of_workers = cast("list[_Signs]", of_workers)
+
+        # A loss of several batches has its backward in the last one's step, which is watched and swapped, too.
+        self._has_backward |= any(worker_signs.has_backward for worker_signs in signs_of_workers)
+        if not self._has_backward and self._num_steps_watched < _MAX_WATCHED:
+            self._num_steps_left, self._may_swap = max(self._num_steps_left, 1), True
+
         notes = {note for worker_signs in signs_of_workers for note in worker_signs.notes}
         tables = [worker_signs.tables for worker_signs in signs_of_workers if worker_signs.tables is not None]
         if any(worker_signs.depends_on_places for worker_signs in signs_of_workers) and are_alike(tables):
@@ -192,7 +203,7 @@ class _Signs(NamedTuple):
 
     ``in_layers`` has numbers in attributes of layers as texts, by class and attribute; ``in_losses`` numbers in losses
     by step, file and line. ``draws`` is True if the worker draws random numbers that others do not, or for all images
-    the same. ``depends_on_places`` and ``tables`` are those of its watched calls.
+    the same. ``depends_on_places``, ``tables`` and ``has_backward`` are those of its watched calls.
     """
 
     notes: list[str]
@@ -201,3 +212,4 @@ class _Signs(NamedTuple):
     draws: bool
     depends_on_places: bool
     tables: list[Table] | None
+    has_backward: bool

@@ -63,6 +63,7 @@ class WatchedCalls(TorchFunctionMode):
         # Marks of single images whose losses had a backward each in this step, until all had one, and whether one of
         # these losses was a share of a mean.
         self._rows_of_losses, self._has_shares = set[str](), False
+        self.has_backward = False  # True if the loop has called a backward in this step
         self._has_mean_loss = False  # True if the loss of a backward of this step was a mean over images
         self._image_shape = torch.Size()  # (C, H, W)
         self.numbers = LoopNumbers()  # that enter the losses from outside of torch's calls
@@ -83,7 +84,7 @@ class WatchedCalls(TorchFunctionMode):
             marks.add("kept")
         for tensor in (batch.images, batch.labels, batch.targets, batch.samples):
             self._marks[tensor] = {"now"}
-        self._num_images, self._has_compared = batch.num_used, False
+        self._num_images, self._has_compared, self.has_backward = batch.num_used, False, False
         self._has_mean_loss, self._image_shape = False, batch.images.shape[1:]
         self._rows_of_losses, self._has_shares = set[str](), False
         self._weights = set(map(id, weights))
@@ -134,6 +135,7 @@ class WatchedCalls(TorchFunctionMode):
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
 
+        self.has_backward |= name == "backward" or func is torch.autograd.grad
         if name == "backward":  # of a tensor, or torch.autograd.backward of several
             self._report_on(self._weighted_losses(types, args, kwargs))
         if name == "register_hook" and len(args) == 2:
