@@ -498,6 +498,29 @@ def by_sizes_of_parts(run: Any) -> None:
             optimizer.step()
 
 
+def scripted(function: Callable[[Tensor], Tensor], term: Callable[[Tensor], Tensor]) -> Loop:
+    """A loop with a ``term`` of what a function of TorchScript computes of the logits."""
+
+    def loop(run: Any) -> None:
+        model, of_script = run.prepare(mlp()), torch.jit.script(function)
+
+        def loss_of(model: nn.Module, batch: Any) -> Tensor:
+            logits = of_script(model(batch.images))
+            return F.cross_entropy(logits, batch.labels) + term(logits)
+
+        steps(run, model, run.prepare(SGD(model.parameters(), lr=0.1)), loss_of)
+
+    return loop
+
+
+def activation(rows: Tensor) -> Tensor:
+    return rows * torch.sigmoid(rows)
+
+
+def centred_rows(rows: Tensor) -> Tensor:
+    return rows / (1 + rows.std(0))
+
+
 def by_order(model: nn.Module, batch: Any) -> Tensor:
     """Of 6 images, the 4 with the largest losses: two of each group whose images are swapped."""
     losses = losses_of(model, batch)
@@ -904,6 +927,8 @@ NOTES: dict[str, tuple[Loop, str]] = {
         "is a sum",
     ),
     "the largest of an order": (by_steps(by_order, mlp), "compares the images"),
+    "a comparison in TorchScript": (scripted(centred_rows, lambda z: z.mean()), "compares the images"),
+    "a comparison after TorchScript": (scripted(activation, lambda z: z.std(0).mean()), "compares the images"),
     "a sum by an older name": (
         by_steps(lambda m, b: F.mse_loss(m(b.images), soft_labels(b), size_average=False), mlp),
         "is a sum",
@@ -1369,6 +1394,7 @@ SILENT: dict[str, Loop] = {
     "two domains with batch norm": by_steps(by_domains, Pooled),
     "two branches": by_steps(in_two_branches, mlp),
     "class by class": by_steps(class_by_class, mlp),
+    "an activation of TorchScript": scripted(activation, lambda z: z.square().mean()),
     "a table that each step draws": by_steps(table_of_each_step, mlp),
     "images in the order of their classes": by_steps(sorted_by_classes, mlp),
     "parts weighted by their sizes": by_sizes_of_parts,

@@ -5,7 +5,7 @@ outside, but the usual exceptions show in the calls of torch that the loop makes
 (:mod:`raytrain.training.loop_checks.watched_calls`) in the first two steps of each of the first five epochs of an
 attempt, because some losses begin after a warm-up, and up to the first backward of an epoch, which comes later for a
 loss of several batches. One of these steps is also computed with some images swapped
-(:mod:`raytrain.training.loop_checks.swapped_images`). Nothing is replaced, and other steps are not
+(:mod:`raytrain.training.loop_checks.swapped_images`). Nothing of the loop's is replaced, and other steps are not
 watched. Numbers that come from outside of these calls are compared between the workers
 (:mod:`raytrain.training.loop_checks.loop_numbers`).
 """
@@ -27,6 +27,7 @@ from raytrain.errors import some_of
 from raytrain.training.batches.batch import Batch
 from raytrain.training.loop_checks import swapped_images, watched_calls
 from raytrain.training.loop_checks.loop_numbers import Place, differing_lines
+from raytrain.training.loop_checks.scripted_calls import scripted_calls_by
 from raytrain.training.loop_checks.swapped_images import Table, are_alike
 from raytrain.training.loop_checks.warning_places import warnings_at_callers
 from raytrain.training.loop_checks.watch_notes import DRAWS, GENERATOR, LAYERS, NOTES_ON_LOSSES, NUMBERS
@@ -102,6 +103,7 @@ class LoopWatch:
         self._calls.begin(batch, weights, swaps=swaps)
         with (
             compiled_calls_by(self._models.trained, self._calls.call_compiled),
+            scripted_calls_by(self._calls.call_scripted),
             self._calls,
             warnings_at_callers(watched_calls.__file__, swapped_images.__file__, "_call_variant"),
         ):

@@ -128,6 +128,13 @@ class WatchedCalls(TorchFunctionMode):
                     self.numbers.follow_computed(source, leaf)
         return result
 
+    def call_scripted(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Return what a ``function`` of TorchScript returns for the arguments, and follow it as one of torch's."""
+        if not torch._C._is_torch_function_mode_enabled():  # within a call that is followed
+            return function(*args, **options)
+        with _pop_mode_temporarily():
+            return self.__torch_function__(function, (), args, options)
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Return what a call of torch's function ``func`` does, and follow it; torch calls this for each call."""
         kwargs = kwargs or {}
