@@ -28,12 +28,12 @@ class Head:
 
 
 @contextmanager
-def started_head(folder: Path) -> Iterator[Head]:
-    """Start a head with 2 CPUs; its output goes to a file in ``folder``."""
+def started_head(folder: Path, *options: str) -> Iterator[Head]:
+    """Start a head with 2 CPUs and these ``options`` of `ray start`; its output goes to a file in ``folder``."""
     log = folder / "head.log"
     with ExitStack() as ended:
         for _ in range(3):  # Ray gives it 30 s to start, which is little on a busy machine
-            head = _start(log)
+            head = _start(log, options)
             ended.callback(_end, head.process)
             if _comes_up(head.process, log) or TOO_SLOW not in log.read_text():
                 break
@@ -41,12 +41,12 @@ def started_head(folder: Path) -> Iterator[Head]:
         yield head
 
 
-def _start(log: Path) -> Head:
+def _start(log: Path, options: tuple[str, ...]) -> Head:
     # The default ports may be taken by another cluster on this machine.
     dashboard, gcs, agent = free_port(), free_port(), free_port()
     environment = {**os.environ, "RAY_AUTH_MODE": "token", "PYTHONPATH": os.getcwd()}
     ports = [f"--port={gcs}", f"--dashboard-port={dashboard}", f"--dashboard-agent-listen-port={agent}"]
-    command = [*RAY, "start", "--head", "--num-cpus=2", "--block", "--disable-usage-stats", *ports]
+    command = [*RAY, "start", "--head", "--num-cpus=2", "--block", "--disable-usage-stats", *ports, *options]
     with log.open("w") as output:
         process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
     return Head(process, f"127.0.0.1:{gcs}", f"http://127.0.0.1:{dashboard}", environment)

@@ -27,3 +27,17 @@ def test_a_cluster_on_this_machine_is_found(images: Path, tmp_path: Path) -> Non
     assert json.loads(done.stdout.splitlines()[-1])["status"] == "finished"
     port = head.address.rpartition(":")[2]
     assert re.search(rf"Joining the Ray that runs on this machine, \S+:{port}; ", done.stderr), done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_a_cluster_that_listens_on_the_loopback_interface_alone_is_joined(host: str, tmp_path: Path) -> None:
+    with started_head(tmp_path, "--node-ip-address=127.0.0.1") as head:
+        address = head.address.replace("127.0.0.1", host)
+        command = [sys.executable, "-m", "raytrain", "devices", "--address", address, "--json"]
+        done = subprocess.run(
+            command, env=dict(head.environment), capture_output=True, text=True, timeout=DEADLINE_S, check=False
+        )
+    assert done.returncode == 0, done.stderr
+    [node] = json.loads(done.stdout)["nodes"]
+    assert node["cpus"] == 2

@@ -58,6 +58,7 @@ _VARIABLES = {
 }
 _ANSWER_WITHIN_S = 5.0
 _JOB_SETTINGS = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # the variable in which Ray passes the settings of `ray job submit`
+_LOOPBACK_HOSTS = {"localhost", "127.0.0.1", "::1", "[::1]"}  # those that Ray replaces in an address
 _SAME_PYTHON = {"env_vars", "working_dir", "py_modules", "excludes", "config"}  # settings that leave Python as it is
 _log = logging.getLogger("raytrain")
 
@@ -303,6 +304,8 @@ class Connection(AbstractContextManager["Connection"]):
         job = json.loads(os.environ.get(_JOB_SETTINGS, "{}")).get("runtime_env") or {}
         command = py_executable() if job.keys() <= _SAME_PYTHON and can_fork() else None
         with ExitStack() as opened:
+            if _is_on_loopback(self._address):
+                opened.enter_context(variables_set(LOOPBACK_ENVIRONMENT))
             opened.enter_context(messages_in_log())
             _init(self._address, None if command is None else {"py_executable": command})
             opened.callback(_leave)
@@ -397,6 +400,24 @@ def _is_joined(address: str) -> bool:
     host, _, port = address.rpartition(":")
     joined_host, _, joined_port = _joined_address().rpartition(":")
     return port == joined_port and bool(ip_addresses(host) & ip_addresses(joined_host))
+
+
+def _is_on_loopback(address: str) -> bool:
+    """Return whether the cluster at ``address`` listens on the loopback interface alone.
+
+    That is so after ``ray start --node-ip-address 127.0.0.1``. Ray replaces 127.0.0.1 in an address by this machine's
+    address in the network, and would try for a quarter of an hour to reach the cluster there.
+    """
+    import ray
+
+    host, _, port = address.rpartition(":")
+    if host not in _LOOPBACK_HOSTS:
+        return False
+    try:
+        socket.create_connection((ray.util.get_node_ip_address(), int(port)), _ANSWER_WITHIN_S).close()
+    except OSError:
+        return True
+    return False
 
 
 def _init(address: str, runtime_environment: dict[str, str] | None) -> None:
