@@ -58,14 +58,15 @@ def image_memory() -> tuple[str, int]:
     """Return the folder for files of decoded images, and the number of bytes that they may take.
 
     It is the folder for shared memory, or the one for temporary files if that has more room, as in a container whose
-    shared memory is small. Without room in either, the number is 0.
+    shared memory is small or read-only. Without room in either, the number is 0.
     """
     wanted_bytes = int(_CACHE_FRACTION * available_bytes())
     best_folder, most_bytes = _SHARED_MEMORY, -1
     for folder in (_SHARED_MEMORY, temporary_folder()):  # the faster one first, which is taken among equals
         room_bytes = 0
         with suppress(OSError):
-            room_bytes = min(wanted_bytes, int(_FREE_FRACTION * shutil.disk_usage(folder).free))
+            if os.access(folder, os.W_OK):
+                room_bytes = min(wanted_bytes, int(_FREE_FRACTION * shutil.disk_usage(folder).free))
         if room_bytes > most_bytes:
             best_folder, most_bytes = folder, room_bytes
     return best_folder, most_bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -72,3 +73,10 @@ def test_without_any_folder_for_temporary_files_a_sentence_says_so(monkeypatch: 
     for use in (TemporaryFolder, image_memory):
         with pytest.raises(UsageError, match="set TMPDIR to one"):
             use()
+
+
+def test_images_are_not_kept_in_a_shared_memory_that_is_read_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    has_access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: path != "/dev/shm" and has_access(path, mode))
+    folder, num_bytes = image_memory()
+    assert folder != "/dev/shm" and num_bytes > 0
