@@ -727,7 +727,8 @@ def test_the_home_shows_the_state_and_the_time_of_a_sweep_and_not_of_its_best_tr
     sweep = store_run(tmp_path, "rates", [], status="stopped")
     write_json(sweep, SWEEP, {"vary": ["seed=1,2"], "points": [{"seed": 1}, {"seed": 2}]})
     write_json(sweep, SUMMARY, {"seconds": 372.9})
-    for name, accuracy, status, seconds in (("rates-00", 0.9, "finished", 81.9), ("rates-01", 0.5, "stopped", 286.0)):
+    # The home begins with the run that was active last: rates-00, or, within a second, the first by its name.
+    for name, accuracy, status, seconds in (("rates-01", 0.5, "stopped", 286.0), ("rates-00", 0.9, "finished", 81.9)):
         store = store_run(tmp_path, name, [evaluation_row(1, accuracy=accuracy)], status=status)
         write_json(store, SUMMARY, {"best_value": accuracy, "seconds": seconds})
     with HomeRuns(str(tmp_path)) as runs, PageServer(runs, 0) as server:
@@ -765,6 +766,21 @@ def test_the_home_shows_all_runs_at_once_on_every_screen(visit: Visit, tmp_path:
             assert name is not None and name["height"] < 60, "two lines at most"
             if folder := os.environ.get("RAYTRAIN_PICTURES"):
                 page.screenshot(path=f"{folder}/home-{width}.png", full_page=True)
+
+
+def test_the_home_needs_no_sideways_scrolling_in_any_window(visit: Visit, tmp_path: Path) -> None:
+    options = {"model": "timm:convnextv2_tiny.fcmae_ft_in22k_in1k", "learning_rate": 0.0005724, "price": ("3",)}
+    store = store_run(tmp_path, "first-run", [evaluation_row(1, accuracy=0.5)], **options)
+    write_status(store, replace(read_status(store), dollars=1234.5))
+    with HomeRuns(str(tmp_path)) as runs, PageServer(runs, 0) as server:
+        page = visit(server.url)
+        line = page.locator(".home tbody tr")
+        expect(line).to_contain_text("$1,234.50")
+        for width in (1366, 1321, 1280, 1141, 1061, 1041, 1024, 900, 821, 800, 761, 320):
+            page.set_viewport_size({"width": width, "height": 700})
+            assert page.evaluate("document.documentElement.scrollWidth") <= width
+            model = line.locator(".model span").bounding_box()
+            assert model and model["width"] > 60, "the name of the model is cut off, but not hidden"
 
 
 def test_the_home_is_sorted_by_any_column_and_compares_the_runs_that_are_chosen(visit: Visit, tmp_path: Path) -> None:
