@@ -8,10 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.helpers.ray_head import started_head
-from tests.helpers.waiting import DEADLINE_S
+from tests.helpers.waiting import DEADLINE_S, wait_for
 
 
 @pytest.mark.slow
@@ -41,3 +42,21 @@ def test_a_cluster_that_listens_on_the_loopback_interface_alone_is_joined(host: 
     assert done.returncode == 0, done.stderr
     [node] = json.loads(done.stdout)["nodes"]
     assert node["cpus"] == 2
+
+
+@pytest.mark.slow
+def test_a_raylet_that_dies_while_a_run_starts_on_a_cluster_does_not_end_it_without_a_word(
+    images: Path, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-m", "raytrain", "train", "custom", "--data", str(images), "--storage", str(tmp_path)]
+    command += ["--model", "tests.helpers.memory_runs:network", "--image-size", "12", "12", "--batch-size", "20"]
+    command += ["--learning-rate", "0.05", "--workers", "2", "--epochs", "1000"]
+    errors = tmp_path / "errors"
+    with started_head(tmp_path) as head, errors.open("w") as output:
+        command += ["--address", head.address]
+        run = subprocess.Popen(command, env=dict(head.environment), stdout=subprocess.DEVNULL, stderr=output)
+        wait_for(lambda: "starting the workers" in errors.read_text(), "the run does not start")
+        [raylet] = [each for each in psutil.Process(head.process.pid).children(True) if each.name() == "raylet"]
+        raylet.kill()
+        assert run.wait(DEADLINE_S) != 0
+    assert "Ray's process on this machine, the raylet, has died" in errors.read_text()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import threading
 import time
 from contextlib import ExitStack, suppress
 from itertools import chain, repeat
@@ -13,9 +14,10 @@ import pytest
 import ray
 
 from raytrain.launch.ray import cluster_watch, head_queries
-from raytrain.launch.ray.cluster_watch import HeadWatch
+from raytrain.launch.ray.cluster_watch import HeadWatch, LossWatch
 from raytrain.launch.ray.head_queries import raylet_answers
 from raytrain.monitor.events import Event
+from tests.helpers.waiting import wait_for
 
 WAIT_S = 60.0
 
@@ -34,6 +36,37 @@ def test_a_head_that_goes_away_and_comes_back_is_told_once_each(
         watch.poll()
     watch.close()
     assert [event.kind for event in told] == ["head_silent", "head_back"]
+
+
+@pytest.mark.not_quick
+def test_a_start_that_waits_for_a_lost_head_and_a_raylet_that_dies_are_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    raylet_has_died = threading.Event()
+    monkeypatch.setattr(cluster_watch, "head_answers", lambda timeout_s: False)
+    monkeypatch.setattr(cluster_watch, "raylet_answers", lambda: not raylet_has_died.is_set())
+    watch = LossWatch(is_own=False)
+    wait_for(lambda: bool(caplog.messages), "no warning of the head")
+    watch.note_started()
+    raylet_has_died.set()
+    wait_for(lambda: len(caplog.messages) > 1, "no warning of the raylet")
+    watch.close()
+    of_head, of_raylet = caplog.messages
+    assert "head of the cluster does not answer" in of_head
+    assert "raylet, has died" in of_raylet and "`ray start`" in of_raylet
+
+
+@pytest.mark.not_quick
+def test_a_start_on_a_cluster_that_answers_is_not_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = threading.Event()
+    monkeypatch.setattr(cluster_watch, "head_answers", lambda timeout_s: asked.set() or True)
+    monkeypatch.setattr(cluster_watch, "raylet_answers", lambda: True)
+    watch = LossWatch(is_own=False)
+    assert asked.wait(WAIT_S)
+    watch.close()
+    assert not caplog.messages
 
 
 def test_a_process_without_a_free_descriptor_takes_the_raylet_for_alive(monkeypatch: pytest.MonkeyPatch) -> None:

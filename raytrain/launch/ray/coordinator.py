@@ -27,6 +27,7 @@ from ray.exceptions import OutOfMemoryError
 
 from raytrain.errors import CoordinatorLost, RaytrainError, TrainingFailed, UsageError
 from raytrain.launch.coordinator import Coordinator, Ending
+from raytrain.launch.ray.connection import is_connected
 from raytrain.launch.ray.head_queries import raylet_answers
 from raytrain.launch.ray.nodes import ObjectStores
 from raytrain.launch.ray.private_api import delay_barrier, name_placement_groups, on_this_node
@@ -321,7 +322,7 @@ def needs_coordinator(prepared: PreparedRun, coordinated: str = "it", command: s
         config, name, url = prepared.config, prepared.name, prepared.store.url
         if not raylet_answers():
             # A Ray of this process starts with the next run. Another one has to be started by the user.
-            advice = "" if config.address in (None, "local") else "; start Ray again with `ray start`"
+            advice = "; start Ray again with `ray start`" if is_connected() else ""
             reason = f"Ray's process on this machine, the raylet, has died, as if for lack of memory{advice}"
             sentence = failure_sentence(config, reason, prepared.loop, command=command)
             raise TrainingFailed(sentence, {"name": name, "status": "failed", "run_dir": url}) from None
