@@ -68,8 +68,9 @@ def serve(
     """
     if find_spec("starlette") is None or find_spec("grpc_reflection") is None:
         raise UsageError(f"raytrain serve needs Ray Serve, which is not installed; install {extra('serve')}.")
-    if top_k < 1:
-        raise UsageError(f"--top-k is {top_k}; it must be at least 1.")
+    for option, number in (("--top-k", top_k), ("--workers", workers)):
+        if number < 1:
+            raise UsageError(f"{option} is {number}; it must be at least 1.")
     trained = open_trained_run(run, os.fspath(storage), trust=trust)
     thresholds = chosen_thresholds(trained, threshold)
 

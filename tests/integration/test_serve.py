@@ -139,16 +139,16 @@ def test_a_run_that_does_not_exist_is_refused(tmp_path: Path, capsys: pytest.Cap
     assert "'second'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("top_k", [0, -1])
-def test_an_answer_without_a_class_is_refused_before_a_cluster_starts(
-    top_k: int, runs: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("option", "number"), [("--top-k", 0), ("--top-k", -1), ("--workers", 0)])
+def test_an_answer_without_a_class_or_a_network_is_refused_before_a_cluster_starts(
+    option: str, number: int, runs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with socket.socket() as other:  # the port is looked at later, and is taken
         other.bind(("127.0.0.1", 0))
         other.listen()
-        words = ["--top-k", str(top_k), "--port", str(other.getsockname()[1]), "--address", "local"]
+        words = [option, str(number), "--port", str(other.getsockname()[1]), "--address", "local"]
         assert main(["serve", "first", "--storage", str(runs), *words]) == 2
-    assert f"--top-k is {top_k}; it must be at least 1" in capsys.readouterr().err
+    assert f"{option} is {number}; it must be at least 1" in capsys.readouterr().err
 
 
 def test_the_answer_of_this_machine_does_not_come_through_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
