@@ -12,7 +12,7 @@ import shlex
 from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, get_type_hints
 
 from tyro import _errors as events  # pyright: ignore[reportPrivateUsage]
 
@@ -81,8 +81,15 @@ class ParseErrors:
             # An option stands where the argument should: often its name in another command, as in `pack --data FOLDER`.
             return f"{form} is missing; it is given without an option before it, as in `{event.prog} {form}`."
         if isinstance(event, events.InvalidChoice):
-            hint = did_you_mean(event.value.lower(), event.choices)
-            return f"{_name(event.argument)} is {event.value!r}{hint}; it must be one of {', '.join(event.choices)}."
+            # tyro has the words of a switch, such as --compile, in no order, and among them True and False.
+            choices = [word for word in event.choices if word not in ("True", "False")]
+            may_stand_alone = ""
+            if len(choices) < len(event.choices):
+                choices.sort(key=_form(event.argument).split(",").index)
+                may_stand_alone = ", or have no value"
+            hint = did_you_mean(event.value.lower(), choices)
+            must = f"it must be {'one of ' if len(choices) > 1 else ''}{', '.join(choices)}{may_stand_alone}"
+            return f"{_name(event.argument)} is {event.value!r}{hint}; {must}."
         if isinstance(event, events.InstantiationFailure) and event.argument is not None:
             # The value has the wrong type. The message ends with Python's reason: invalid literal for …: 'x'.
             name, form = _name(event.argument), _form(event.argument)
@@ -113,6 +120,8 @@ class ParseErrors:
         # A word that is no flag.
         if not word.startswith("-"):
             advice = f"`raytrain {self.argv[0]} --help` says what it takes, and a value with spaces needs quotes"
+            if switch := self._switch_with(word):
+                return f"{switch} takes no value such as {word}; write {switch} or {switch.replace('--', '--no-', 1)}."
             if "--data" in self.flags and os.path.isfile(os.path.join(word, CONFIG)):
                 storage, _, run = word.rstrip("/").rpartition("/")
                 advice = f"a run is given as {shlex.join(['--name', run, '--storage', storage or '.'])}"
@@ -140,6 +149,16 @@ class ParseErrors:
             return f"`raytrain {self.argv[0]}` takes no {meant}: it sets that itself, or does without; leave it out."
         hint = f" (did you mean {meant}?)" if meant in self.flags else did_you_mean(name, self.flags)
         return f"There is no option {name}{hint}."
+
+    def _switch_with(self, word: str) -> str | None:
+        """Return the switch that got ``word`` as a value, as in ``--nesterov true`` or ``--nesterov=true``, or None."""
+        switches = {flag(name) for name, hint in get_type_hints(TrainConfig).items() if hint is bool} & {*self.flags}
+        for typed, following in zip(self.argv, [*self.argv[1:], ""], strict=True):
+            name, equals, value = typed.partition("=")
+            switch = name.replace("_", "-")
+            if switch in switches and (value if equals else following) == word:
+                return switch
+        return None
 
 
 def _name(argument: ArgumentDefinition) -> str:
@@ -177,7 +196,7 @@ def _folder_of_several(argv: Sequence[str], word: str) -> tuple[str, str] | None
 
     ``word`` is the second of the folders.
     """
-    at = argv.index(word)
+    at = argv.index(word) if word in argv else 0  # it may be a part of one, as in --trust=yes
     option, first = argv[at - 2 : at] if at >= 2 else ("", "")
     folder, other = (os.path.dirname(path.rstrip("/")) or "." for path in (first, word))
     is_pattern = option.startswith("--") and folder == other and os.path.isdir(first) and os.path.isdir(word)

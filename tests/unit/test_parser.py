@@ -311,6 +311,12 @@ def test_options_may_come_before_the_command(stored: TrainConfig) -> None:
             "stop first again",
             "There is one argument too many: 'again'; `raytrain stop --help` says what it takes, and a value with spa",
         ),
+        ("train cifar10 --nesterov true", "--nesterov takes no value such as true; write --nesterov or --no-nesterov."),
+        (
+            "train cifar10 --lr=1 --nesterov=1",
+            "--nesterov takes no value such as 1; write --nesterov or --no-nesterov.",
+        ),
+        ("train cifar10 --json=yes", "There is one argument too many: 'yes'; `raytrain train --help` says what it"),
         ("find-rate cifar10", "`raytrain find-rate` needs --rates; see `raytrain find-rate --help`."),
     ],
 )
@@ -361,7 +367,11 @@ def test_a_switch_may_have_a_word(words: str, compiled: str | None, channels_las
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("--compile fast", "--compile is 'fast'; it must be one of"),
+        (
+            "--compile fast",
+            "--compile is 'fast'; it must be one of default, reduce-overhead, max-autotune, "
+            "max-autotune-no-cudagraphs, or have no value.",
+        ),
         ("--gradient-dtype float16", "--gradient-dtype is 'float16'; it must be bfloat16."),
         ("--resize foo", "--resize is 'foo'; it must be stretch, crop, pad."),
     ],
