@@ -660,6 +660,9 @@ def test_masks_beside_images_and_classes_that_are_alike_are_told(
     opened(tmp_path / "a")
     assert "look like masks of others are used as images: 2 in" in caplog.text
     assert "such as dog/0_mask.png" in caplog.text
+    fill(tree(tmp_path / "b", "kos1", "kos2"), "kos1/0_label.bmp", "kos1/depth/1_depth.png", "kos2/9_label.bmp")
+    opened(tmp_path / "b")
+    assert "look like masks of others are used as images: 2 in" in caplog.messages[-1]
     assert r"The classes 'Cat', 'cat', 'hot dog', 'hot_dog', 'hound', … of" in caplog.text
 
 

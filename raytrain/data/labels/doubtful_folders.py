@@ -38,14 +38,17 @@ _OF_CAMERA = re.compile(
     r"(19|20)\d\d(?P<sign>[-_. ]?)(0[1-9]|1[0-2])((?P=sign)(0[1-9]|[12]\d|3[01]))?"
 )
 _HASH = re.compile(r"[0-9a-f]{8,}")
-_MASKS = ("_mask", "_seg", "_segmentation", "_gt")
+_MASKS = ("_mask", "_seg", "_segmentation", "_gt", "_label", "_depth")
 
 
 def report_masks(keys: Sequence[str], url: str) -> None:
-    """Log how many of the images ``keys`` look like masks of a segmentation, which lie beside their images."""
+    """Log how many of the images ``keys`` look like masks of a segmentation, or maps of depth, of others.
+
+    They lie beside their images, as 1_mask.png beside 1.png, or in another folder, as Label/1_label.png does.
+    """
     may_be_masks = [key for key in keys if posixpath.splitext(key)[0].endswith(_MASKS)]
-    stems = {posixpath.splitext(key)[0] for key in keys} if may_be_masks else set[str]()
-    if masks := [key for key in may_be_masks if key.rpartition("_")[0] in stems]:
+    stems = {posixpath.splitext(posixpath.basename(key))[0] for key in keys} if may_be_masks else set[str]()
+    if masks := [key for key in may_be_masks if posixpath.basename(key).rpartition("_")[0] in stems]:
         sentence = "Images that look like masks of others are used as images: %s in %s, such as %s."
         _log.warning(sentence, f"{len(masks):,}", url, masks[0])
 
