@@ -430,6 +430,14 @@ def test_folders_that_say_class_and_part_are_refused_with_the_pattern_for_them(f
     assert counts(data) == {"cat": (4, 4), "dog": (4, 4)}
 
 
+@pytest.mark.parametrize("form", ["training_{}", "{} test"])
+def test_classes_of_one_part_that_their_names_say_are_refused_with_their_pattern(form: str, tmp_path: Path) -> None:
+    folder = tree(tmp_path / "a", *map(form.format, ("fake", "real")))
+    with pytest.raises(UsageError, match="say the class and the part of their images; give --label-pattern '") as told:
+        opened(folder)
+    assert counts(opened(folder, label_pattern=str(told.value).split("'")[1])) == {"fake": (3, 1), "real": (3, 1)}
+
+
 @pytest.mark.parametrize(
     "names",
     [

@@ -98,21 +98,28 @@ def _pattern_of_parts(names: Collection[str]) -> str | None:
     """Return the --label-pattern for folders whose names say the class and the part, such as cat_train and cat_test.
 
     Return None unless a part is the last word of all names, or the first word of all, and there are several classes,
-    all with training images.
+    all with training images, or all with images of one part.
 
     >>> _pattern_of_parts(["cat_train", "cat_test", "dog_train"])
     '(?P<label>[^/]+)[ _.-](?P<split>test|train)/'
+    >>> _pattern_of_parts(["training_real", "training_fake"])
+    '(?:^|/)training[ _.-](?P<label>[^/]+)/'
     """
     for divide, pattern in (
-        (r"(?P<label>.+)[ _.-](?P<part>.+)", "(?P<label>[^/]+)[ _.-](?P<split>{})/"),
-        (r"(?P<part>.+?)[ _.-](?P<label>.+)", "(?:^|/)(?P<split>{})[ _.-](?P<label>[^/]+)/"),
+        (r"(?P<label>.+)[ _.-](?P<part>.+)", "(?P<label>[^/]+)[ _.-]{}/"),
+        (r"(?P<part>.+?)[ _.-](?P<label>.+)", "(?:^|/){}[ _.-](?P<label>[^/]+)/"),
     ):
         pairs = [(match["part"], match["label"]) for match in (re.fullmatch(divide, name) for name in names) if match]
         parts, classes = {part for part, _ in pairs}, {label for _, label in pairs}
+        if len(pairs) < len(names) or len(classes) < 2 or not all(map(is_part, parts)):
+            continue
+        if all(label.isdecimal() or _NUMBERED_PART.fullmatch(label.lower()) for label in classes):
+            return None
+        if len(parts) == 1:
+            return pattern.format(*parts)
         have_training = classes == {label for part, label in pairs if is_training(part)}
-        are_numbers = all(label.isdecimal() or _NUMBERED_PART.fullmatch(label.lower()) for label in classes)
-        if len(pairs) == len(names) and {*parts_among(parts)} == parts and len(classes) > 1 and have_training:
-            return None if are_numbers else pattern.format("|".join(sorted(parts)))
+        if parts_among(parts) and have_training:
+            return pattern.format(f"(?P<split>{'|'.join(sorted(parts))})")
     return None
 
 
