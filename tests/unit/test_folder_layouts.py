@@ -337,7 +337,7 @@ def test_files_that_are_left_out_are_told_by_reason_and_a_class_that_vanishes_by
 ) -> None:
     folder = fill(tree(tmp_path / "a", "cat", "dog"), "owl/1.jfif", "owl/2.jfif")
     dicom = [f"cat/1.2.840.{number}" for number in range(30)]  # whose names have dots, and no suffix
-    for path in ("fox/1.tif", "fox/2.TIF", "cat/x.xyz", "cat/.3.jpg.icloud", *dicom):
+    for path in ("fox/1.tif", "fox/2.TIF", "cat/x.xyz", "cat/.3.jpg.icloud", "out.manifest", *dicom):
         (folder / path).parent.mkdir(exist_ok=True)
         (folder / path).write_bytes(b"x")
     (folder / "elk").mkdir()
@@ -351,14 +351,15 @@ def test_files_that_are_left_out_are_told_by_reason_and_a_class_that_vanishes_by
     assert "2 .tif files (not read; convert them to PNG or JPEG)" in caplog.text
     assert "1 link that leads nowhere" in caplog.text and "1 pointer of Git LFS" in caplog.text
     assert "1 .xyz file" in caplog.text and "No image is left in 'elk', 'fox', 'yak'." in caplog.text
-    assert "1 empty folder" in caplog.text and sum(manifest.left_out.values()) == 45 and "thumbnails" not in caplog.text
+    assert "1 empty folder" in caplog.text and sum(manifest.left_out.values()) == 46 and "thumbnails" not in caplog.text
+    assert ".manifest" not in caplog.text, "a table that --labels reads is not lost"
     assert "30 files without a suffix" in caplog.text and "1 image that iCloud has not downloaded" in caplog.text
 
     # Downloads that were broken off have suffixes of random letters, which are too many to be named.
     for number in range(40):
         (folder / "cat" / f"7.jpg.a{number}").write_bytes(b"x")
     caplog.clear()
-    assert sum(build_manifest(open_store(str(folder))).left_out.values()) == 85
+    assert sum(build_manifest(open_store(str(folder))).left_out.values()) == 86
     assert "files of 40 other kinds" in caplog.text and len(caplog.messages[-1]) < 1000
 
 

@@ -51,7 +51,10 @@ _ICLOUD = ".icloud"
 HIDDEN = "hidden files and thumbnails of the system"
 DOTTED = "images in folders whose names begin with a dot"
 TABLES = "tables and descriptions"
-_TABLES = (".csv", ".tsv", ".jsonl", ".json", ".parquet", ".txt", ".md", ".xml", ".yaml", ".yml", ".html")
+_TABLES = (
+    *(".csv", ".tsv", ".jsonl", ".ndjson", ".manifest", ".json", ".parquet", ".txt", ".lst"),
+    *(".md", ".xml", ".yaml", ".yml", ".html"),
+)
 _NO_LOSS = (HIDDEN, TABLES)  # reasons that no user would miss a file for
 LINKS = "links that lead nowhere"
 EMPTY = "empty folders"
