@@ -167,6 +167,18 @@ def test_the_random_numbers_of_the_loop_stay_as_they_are() -> None:
     assert torch.equal(torch.rand(4), expected)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_images_look_the_same_with_another_default_type_of_torch(kind: str) -> None:
+    augmentation, images = raytrain.Augmentation(**KINDS[kind]), noise(60)
+    expected = augmentation(images, range(60))
+    for dtype in (torch.float64, torch.bfloat16):
+        torch.set_default_dtype(dtype)
+        try:
+            assert torch.equal(augmentation(images, range(60)), expected)
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+
 def test_all_operations_are_drawn_equally_often_and_half_of_them_in_each_direction() -> None:
     _, (operations, magnitudes) = raytrain.Augmentation("rand-m30-n2").steps(np.arange(14_000), 0, (32, 32))
     counts = np.bincount(operations)

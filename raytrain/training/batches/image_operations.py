@@ -180,15 +180,15 @@ def _numbers(kinds: npt.NDArray[np.integer], magnitudes: Floats, size: Size) -> 
 
 # The functions of the operations follow, all with the same arguments: images, uint8 (n, C, H, W), their numbers,
 # (6, n, 1, 1, 1), and the fill colour. They return float32 or uint8 (n, C, H, W), or change the images in place and
-# return them. _part, _blend and _grey help them.
+# return them. They name each type, as a loop may set another default type. _part, _blend and _grey help them.
 
 
 def _affine(images: Tensor, matrices: Tensor, fill: Tensor) -> Tensor:
     """Sample each image bilinearly at the points that its matrix gives; points outside of it get ``fill``."""
     # The points in pixels from the middle: those across and those down are a plane each.
     height, width = images.shape[2:]
-    x = torch.linspace((1 - width) / 2, (width - 1) / 2, width, device=images.device)
-    y = torch.linspace((1 - height) / 2, (height - 1) / 2, height, device=images.device)[:, None]
+    x = torch.linspace((1 - width) / 2, (width - 1) / 2, width, dtype=torch.float32, device=images.device)
+    y = torch.linspace((1 - height) / 2, (height - 1) / 2, height, dtype=torch.float32, device=images.device)[:, None]
     by_x, by_y, shift = matrices[..., 0].unflatten(0, (2, 3)).unbind(1)  # (2, n, 1, 1) each
     in_row, in_column = by_x * x, by_y * y + shift  # (2, n, 1, W) and (2, n, H, 1)
     points = in_row + in_column  # (2, n, H, W)
@@ -277,7 +277,7 @@ def _sharpness(images: Tensor, weights: Tensor, fill: Tensor) -> Tensor:
     # The inner pixels are a view of the result.
     result = images.float()
     inner = result[..., 1:-1, 1:-1]
-    inner.add_(sums.div(13.0).round_().sub_(inner).mul_(weights[1]))
+    inner.add_(sums.float().div_(13.0).round_().sub_(inner).mul_(weights[1]))
     return result.clamp_(0, 255)
 
 
@@ -298,7 +298,7 @@ def _auto_contrast(images: Tensor, numbers: Tensor, fill: Tensor) -> Tensor:
     """Stretch each channel so that its darkest pixel becomes 0 and its brightest 255, unless they are equal."""
     darkest, brightest = images.amin((2, 3), keepdim=True), images.amax((2, 3), keepdim=True)  # (n, C, 1, 1) each
     is_flat = darkest == brightest
-    scale = (brightest - darkest).mul(1 / 255).masked_fill_(is_flat, 1)
+    scale = (brightest - darkest).float().mul_(1 / 255).masked_fill_(is_flat, 1)
     return images.float().sub_(darkest.masked_fill_(is_flat, 0)).div_(scale)
 
 
