@@ -193,6 +193,11 @@ def test_all_operations_are_drawn_equally_often_and_half_of_them_in_each_directi
         (torch.zeros(2, 3, 8, 8), range(2), r"images of torch.float32 \(2, 3, 8, 8\); give torch.uint8 \(m, C, H, W\)"),
         (torch.zeros(2, 8, 8, 3, dtype=torch.uint8), range(2), "with one or three channels"),
         (torch.zeros(2, 3, 8, 8, dtype=torch.uint8), range(3), "got 2 images and 3 samples; give one for each"),
+        (
+            torch.zeros(2, 3, 8, 8, dtype=torch.uint8),
+            [[0], [1]],
+            r"samples of the shape \(2, 1\); give whole numbers \(2,\)",
+        ),
         (torch.zeros(2, 3, 8, 8, dtype=torch.uint8), [0.2, 1.0], "samples of the type float64; give whole numbers"),
         (torch.zeros(2, 3, 8, 8, dtype=torch.uint8), ["a", "b"], "samples of the type <U1; give whole numbers"),
         ([torch.zeros(3, 8, 8, dtype=torch.uint8)], range(1), "images in a list; give a tensor"),

@@ -163,6 +163,11 @@ class Augmentation:
                 f"Augmentation has a fill of {format_count(len(self._fill), 'number')}, and images of "
                 f"{format_count(images.shape[1], 'channel')}; give one number for each channel, or one for all."
             )
+        if len(images) and samples.ndim > 1:
+            raise UsageError(
+                f"Augmentation got samples of the shape {samples.shape}; give whole numbers ({len(images)},), one for "
+                "each image."
+            )
         if samples.shape != images.shape[:1]:
             raise UsageError(
                 f"Augmentation got {format_count(len(images), 'image')} and {format_count(samples.size, 'sample')}; "
