@@ -27,7 +27,7 @@ from raytrain.errors import UsageError
 from raytrain.monitor.events import Note
 from tests.helpers.gloo_processes import run_in_processes
 from tests.helpers.memory_runs import Recorder, config, images, make_run
-from tests.helpers.plain_loops import Loop, Normed, by_steps, entropy, mlp, steps
+from tests.helpers.plain_loops import STEPS_PER_EPOCH, Loop, Normed, by_steps, entropy, mlp, steps
 
 WEIGHTS = torch.tensor([1.0, 5.0, 0.2, 2.0], dtype=torch.float64)
 
@@ -1486,7 +1486,8 @@ REPORTED_LATER = {
 def reported(names: list[str], folder: str, in_one_epoch: tuple[str, ...] = ()) -> dict[str, list[str]]:
     """Train each loop as one worker of the process group, and return what it reported.
 
-    Those ``in_one_epoch`` end after one epoch, the others after two.
+    The first two steps of an epoch are watched, so a run ends after those: of the first epoch for the loops
+    ``in_one_epoch``, of the second one for the others.
     """
     notes: dict[str, list[str]] = {}
     for name in names:
@@ -1495,7 +1496,7 @@ def reported(names: list[str], folder: str, in_one_epoch: tuple[str, ...] = ()) 
             batch_size=12,
             flip="none",
             translate=0,
-            epochs=1 if name in in_one_epoch else 2,
+            max_steps=2 if name in in_one_epoch else STEPS_PER_EPOCH + 2,
             accumulate=2 if name.startswith("microbatches") else 1,
         )
         run = make_run(options, images(48), f"{folder}/{name}", recorder)
