@@ -37,8 +37,16 @@ class Normed(nn.Module):
         return self.head(self.embed(pixels))
 
 
-def steps(run: Any, model: nn.Module, optimizer: Any, loss_of: Callable[[nn.Module, Any], Tensor]) -> None:
-    for epoch in run.epochs():
+def steps(
+    run: Any,
+    model: nn.Module,
+    optimizer: Any,
+    loss_of: Callable[[nn.Module, Any], Tensor],
+    *,
+    evaluate: Callable[[], dict[str, float]] | None = dict,
+) -> None:
+    """Train to the end of the run. By default, nothing is measured, because that takes longer than the steps."""
+    for epoch in run.epochs(evaluate):
         for batch in epoch:
             optimizer.zero_grad()
             loss = loss_of(model, batch)

@@ -23,7 +23,7 @@ from raytrain.training.prepared_models import apply_options
 from raytrain.training.run import Run
 from tests.helpers.gloo_processes import run_in_processes
 from tests.helpers.memory_runs import Recorder, config, images, make_run, network, trained
-from tests.helpers.plain_loops import by_steps, entropy, mlp
+from tests.helpers.plain_loops import entropy, mlp, steps
 
 
 @pytest.fixture(autouse=True)
@@ -150,7 +150,8 @@ def notes_of_workers(folder: str) -> tuple[dict[str, list[str]], int]:
             recorder = Recorder()
             run = make_run(config(batch_size=12, compile=True), images(48), f"{folder}/{name}", recorder)
             with run.steps.optimizers.followed():
-                by_steps(loss_of, mlp)(run)
+                model = run.prepare(mlp())
+                steps(run, model, run.prepare(torch.optim.SGD(model.parameters(), lr=0.1)), loss_of, evaluate=None)
                 run.finish()
             notes[name] = [event.text for event in recorder.events if isinstance(event, Note)]
     return notes, counters["stats"]["unique_graphs"]

@@ -47,7 +47,7 @@ class PlainRun:
             self.prepared.append(thing.double())
         return thing
 
-    def epochs(self) -> Iterator[Any]:
+    def epochs(self, evaluate: object = None) -> Iterator[Any]:
         for number in range(0, len(self.batches), STEPS_PER_EPOCH):
             steps = range(number, min(number + STEPS_PER_EPOCH, len(self.batches)))
             yield PlainEpoch(number // STEPS_PER_EPOCH, [self._batch(step) for step in steps])
