@@ -43,7 +43,7 @@ def clipping(run: Run) -> None:
     """Clips by the norm and by the value, which must be those of the global batch's gradients."""
     model = run.prepare(run.build_model())
     optimizer = run.prepare(torch.optim.SGD(model.parameters(), lr=0.5))
-    for epoch in run.epochs():
+    for epoch in run.epochs(evaluate=dict):
         for batch in epoch:
             optimizer.zero_grad()
             cross_entropy(model, batch).backward()
@@ -54,7 +54,7 @@ def clipping(run: Run) -> None:
 def own_schedule(run: Run) -> None:
     model = run.prepare(run.build_model())
     optimizer = run.prepare(torch.optim.RMSprop(model.parameters()))
-    for epoch in run.epochs():
+    for epoch in run.epochs(evaluate=dict):
         for batch in epoch:
             optimizer.param_groups[0]["lr"] = 0.01 / (1 + batch.step)
             learn(model, optimizer, batch)
@@ -64,7 +64,7 @@ def distillation(run: Run) -> None:
     teacher = run.build_model().double().eval()
     model = run.prepare(linear(run))
     optimizer = run.prepare(torch.optim.Adam(model.parameters(), lr=0.01))
-    for epoch in run.epochs():
+    for epoch in run.epochs(evaluate=dict):
         for batch in epoch:
             with torch.no_grad():
                 target = teacher(batch.images).softmax(dim=1)
@@ -159,7 +159,7 @@ def accumulates_over_batches(run: Run) -> None:
     """Adds up the gradients of four batches before each step of the optimizer."""
     model = run.prepare(run.build_model())
     optimizer = run.prepare(torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9))
-    for epoch in run.epochs():
+    for epoch in run.epochs(evaluate=dict):
         for batch in epoch:
             (cross_entropy(model, batch) / 4).backward()
             if batch.step % 4 == 3:
@@ -171,7 +171,7 @@ def scheduler_of_batches(run: Run) -> None:
     model = run.prepare(run.build_model())
     optimizer = run.prepare(torch.optim.SGD(model.parameters(), lr=0.5))
     scheduler = run.prepare(OneCycleLR(optimizer, 0.5, total_steps=13))
-    for epoch in run.epochs():
+    for epoch in run.epochs(evaluate=dict):
         for batch in epoch:
             learn(model, optimizer, batch)
             scheduler.step()
@@ -181,7 +181,7 @@ def scheduler_of_epochs(run: Run) -> None:
     model = run.prepare(run.build_model())
     optimizer = run.prepare(torch.optim.SGD(model.parameters(), lr=0.5))
     scheduler = run.prepare(ExponentialLR(optimizer, 0.5))
-    for epoch in run.epochs():
+    for epoch in run.epochs(evaluate=dict):
         for batch in epoch:
             learn(model, optimizer, batch)
         scheduler.step()
@@ -205,7 +205,7 @@ def changes_at_the_start_of_an_epoch(run: Run) -> None:
     kept = run.prepare(Sum())
     optimizer = run.prepare(torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9))
     scheduler = run.prepare(ExponentialLR(optimizer, 0.9))
-    for epoch in run.epochs():
+    for epoch in run.epochs(evaluate=dict):
         scheduler.step()
         optimizer.param_groups[0]["lr"] *= 0.5
         optimizer.state.clear()
@@ -225,7 +225,7 @@ def changes_in_place_at_the_start_of_an_epoch(run: Run) -> None:
     """The same of tensors that the loop changes in place, with a number of the optimizer's own beside them."""
     model = run.prepare(run.build_model())
     optimizer = run.prepare(torch.optim.Adam(model.parameters(), lr=torch.tensor(0.1, dtype=torch.float64)))
-    for epoch in run.epochs():
+    for epoch in run.epochs(evaluate=dict):
         optimizer.param_groups[0]["lr"].mul_(0.5)
         for state in optimizer.state.values():
             if isinstance(state, dict):
@@ -241,7 +241,7 @@ def rate_in_a_tensor(run: Run) -> None:
     optimizer = run.prepare(torch.optim.Adam(model.parameters(), lr=torch.tensor(0.1, dtype=torch.float64)))
     by_steps = run.prepare(ExponentialLR(optimizer, 0.9))
     by_epochs = run.prepare(ExponentialLR(optimizer, 0.5))
-    for epoch in run.epochs():
+    for epoch in run.epochs(evaluate=dict):
         for batch in epoch:
             learn(model, optimizer, batch)
             by_steps.step()
@@ -252,7 +252,7 @@ def sharpness_aware(run: Run) -> None:
     """Two backwards in a step: the gradients of the first move the weights to where those of the second are taken."""
     model = run.prepare(linear(run))
     optimizer = run.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
-    for epoch in run.epochs():
+    for epoch in run.epochs(evaluate=dict):
         for batch in epoch:
             optimizer.zero_grad()
             cross_entropy(model, batch).backward()
@@ -274,7 +274,7 @@ def steps_beside_its_losses(run: Run) -> None:
     anchor = copy.deepcopy(model).eval().requires_grad_(False)
     run.prepare(anchor)
     optimizer = run.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
-    for epoch in run.epochs():
+    for epoch in run.epochs(evaluate=dict):
         for batch in epoch:
             optimizer.zero_grad()
             logits = model(batch.images)
@@ -320,7 +320,7 @@ class Several(torch.optim.Optimizer):
 def fit_with_scheduler(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     run.prepare(optimizer)
     scheduler = run.prepare(CosineAnnealingLR(optimizer, T_max=run.plan.num_steps))
-    for epoch in run.epochs():
+    for epoch in run.epochs(evaluate=dict):
         for batch in epoch:
             learn(model, optimizer, batch)
             scheduler.step()
@@ -363,7 +363,7 @@ class Rates:
 def scheduler_of_its_own(run: Run) -> None:
     model = run.prepare(run.build_model())
     rates = run.prepare(Rates(optimizer := run.prepare(torch.optim.SGD(model.parameters(), lr=0.5))))
-    for epoch in run.epochs():
+    for epoch in run.epochs(evaluate=dict):
         for batch in epoch:
             learn(model, optimizer, batch)
             rates.step()
@@ -440,7 +440,7 @@ SAME_ON_ANY_WORKERS = (
 def mixup(run: Run) -> None:
     """Mixes the images of each worker by random numbers of its own, so that it depends on the number of workers."""
     model, optimizer = prepared(run)
-    for epoch in run.epochs():
+    for epoch in run.epochs(evaluate=dict):
         for batch in epoch:
             other, part = torch.randperm(len(batch.labels)), torch.rand(())
             logits = model(part * batch.images + (1 - part) * batch.images[other])
