@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -144,20 +143,18 @@ def test_a_killed_worker_costs_a_restart_and_nothing_else(
     assert [each for each in processes() if each not in before] == []
 
 
-def kill_the_agent(snapshot: Snapshot) -> None:
-    for child in psutil.Process().children():
-        with suppress(psutil.ZombieProcess):  # of tests before
-            if "raytrain.launch.local.agent" in child.cmdline():
-                child.kill()
-
-
-@pytest.mark.usefixtures("new_agents")
 def test_a_killed_agent_costs_a_restart_and_nothing_else(
     whole: raytrain.TrainResult, data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = processes()
+
+    def kill(snapshot: Snapshot) -> None:
+        started = [each for each in processes() if each not in before]
+        (agent,) = (each for each in started if each.parent() not in started and each.children())
+        agent.kill()
+
     result = raytrain.train(
-        options(data, tmp_path, **FOUR_EPOCHS), view=once(kill_the_agent, lambda snapshot: snapshot.step > 12)
+        options(data, tmp_path, **FOUR_EPOCHS), view=once(kill, lambda snapshot: snapshot.step > 12)
     )
     assert (result.status, result.samples_seen) == ("finished", 4 * 180)
     torch.testing.assert_close(weights(result), weights(whole), rtol=0, atol=1e-10)
