@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import resource
-import threading
+import socket
+import tempfile
 import time
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, suppress
 from itertools import chain, repeat
 from types import SimpleNamespace
 
@@ -38,34 +40,45 @@ def test_a_head_that_goes_away_and_comes_back_is_told_once_each(
     assert [event.kind for event in told] == ["head_silent", "head_back"]
 
 
+@pytest.fixture
+def raylet(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
+    """The socket on which a raylet listens."""
+    here = SimpleNamespace(get_node_id=lambda: "1f")
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: here)
+    with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listening:
+        path = f"{folder}/raylet"
+        monkeypatch.setattr(head_queries, "_raylet_socket", lambda node_id: path)
+        listening.bind(path)
+        listening.listen()
+        yield listening
+
+
 @pytest.mark.not_quick
 def test_a_start_that_waits_for_a_lost_head_and_a_raylet_that_dies_are_warned_of(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, raylet: socket.socket
 ) -> None:
-    raylet_has_died = threading.Event()
     monkeypatch.setattr(cluster_watch, "head_answers", lambda timeout_s: False)
-    monkeypatch.setattr(cluster_watch, "raylet_answers", lambda: not raylet_has_died.is_set())
-    watch = LossWatch(is_own=False)
-    wait_for(lambda: bool(caplog.messages), "no warning of the head")
-    watch.note_started()
-    raylet_has_died.set()
-    wait_for(lambda: len(caplog.messages) > 1, "no warning of the raylet")
-    watch.close()
+    with closing(LossWatch(is_own=False)) as watch:
+        connection = raylet.accept()[0]
+        wait_for(lambda: bool(caplog.messages), "no warning of the head")
+        watch.note_started()
+        raylet.close()
+        connection.close()  # now nobody listens
+        wait_for(lambda: len(caplog.messages) > 1, "no warning of the raylet")
     of_head, of_raylet = caplog.messages
     assert "head of the cluster does not answer" in of_head
     assert "raylet, has died" in of_raylet and "`ray start`" in of_raylet
 
 
 @pytest.mark.not_quick
-def test_a_start_on_a_cluster_that_answers_is_not_warned_of(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_raylet_that_ends_the_connection_alone_is_not_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, raylet: socket.socket
 ) -> None:
-    asked = threading.Event()
-    monkeypatch.setattr(cluster_watch, "head_answers", lambda timeout_s: asked.set() or True)
-    monkeypatch.setattr(cluster_watch, "raylet_answers", lambda: True)
-    watch = LossWatch(is_own=False)
-    assert asked.wait(WAIT_S)
-    watch.close()
+    monkeypatch.setattr(cluster_watch, "head_answers", lambda timeout_s: True)
+    with closing(LossWatch(is_own=False)):
+        raylet.accept()[0].close()
+        raylet.accept()[0].close()  # it is asked once whether it lives
     assert not caplog.messages
 
 

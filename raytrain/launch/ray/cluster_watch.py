@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -15,7 +16,13 @@ from ray.exceptions import RayError
 from raytrain.config import TrainConfig
 from raytrain.errors import UsageError, format_count
 from raytrain.launch.placement import Hardware, Placement, available_workers, device_kind, wanted_workers
-from raytrain.launch.ray.head_queries import autoscaler_problems, head_answers, num_waiting_tasks, raylet_answers
+from raytrain.launch.ray.head_queries import (
+    autoscaler_problems,
+    connect_to_raylet,
+    head_answers,
+    num_waiting_tasks,
+    raylet_answers,
+)
 from raytrain.launch.ray.nodes import cluster_hardware, worker_resources
 from raytrain.launch.ray.own_cluster import check_room_for_logs
 from raytrain.monitor.events import Event, HeadBack, HeadSilent, ReadersWait
@@ -253,15 +260,15 @@ class LogRoomCheck:
 
 
 ASK_HEAD_EVERY_S = 5.0
-_ASK_RAYLET_EVERY_S = 0.5
+_LOOK_EVERY_S = 0.5
 
 
 class LossWatch:
     """Warns if this machine's raylet has died, or if the cluster's head does not answer while a run starts.
 
     Many calls of Ray end this process without a word if the raylet has died, and wait without one for a lost head. So
-    a thread asks both. It asks the raylet until :meth:`close`, and the head until :meth:`note_started`: from then on,
-    :class:`HeadWatch` does. With ``is_own``, nobody is asked: the process that has started this Ray says the same.
+    a thread keeps a connection to the raylet until :meth:`close`, and asks the head until :meth:`note_started`: from
+    then on, :class:`HeadWatch` does. With ``is_own``, none is watched: the process that has started this Ray does that.
     """
 
     def __init__(self, *, is_own: bool) -> None:
@@ -276,24 +283,45 @@ class LossWatch:
         self._started.set()
 
     def _watch(self) -> None:
-        throttle, has_head = Throttle(), True
-        while not self._closed.wait(_ASK_RAYLET_EVERY_S):
-            if not raylet_answers():
-                _log.warning(
-                    "Ray's process on this machine, the raylet, has died, as if for lack of memory, and takes this "
-                    "command along; start Ray again with `ray start`, and run the command again, with --resume if a "
-                    "run had begun to train."
-                )
-                return
+        if self._closed.is_set():
+            return
+        raylet, throttle, has_head = None, Throttle(), True
+        with suppress(OSError):
+            raylet = connect_to_raylet()
+        if raylet is not None:
+            raylet.setblocking(False)
+        while not self._closed.wait(_LOOK_EVERY_S):
+            if raylet is not None and _has_ended(raylet):
+                raylet.close()
+                raylet = None
+                if not raylet_answers():
+                    _log.warning(
+                        "Ray's process on this machine, the raylet, has died, as if for lack of memory, and takes this "
+                        "command along; start Ray again with `ray start`, and run the command again, with --resume if "
+                        "a run had begun to train."
+                    )
+                    return
             if has_head and not self._started.is_set() and throttle.due("ask", ASK_HEAD_EVERY_S):
                 has_head = head_answers(_ANSWER_WITHIN_S)
                 if not has_head:
                     _log.warning("The head of the cluster does not answer: the run starts when it does.")
+        if raylet is not None:
+            raylet.close()
 
     def close(self) -> None:
         """End the thread, once the head has answered, or has had ten seconds to do so."""
         self._closed.set()
         self._thread.join(_ANSWER_WITHIN_S)
+
+
+def _has_ended(connection: socket.socket) -> bool:
+    """Return whether the other side has ended a ``connection`` that does not block, and on which it sends nothing."""
+    try:
+        return connection.recv(1) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
 
 
 class HeadWatch:

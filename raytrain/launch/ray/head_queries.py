@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import socket
-from contextlib import closing, suppress
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -40,20 +40,34 @@ def raylet_answers() -> bool:
     Ray itself is not asked, because many of its calls silently end this process if the raylet is dead. The first call
     asks the head for the raylet's address, so it has to come while the raylet lives.
     """
-    import ray
-
-    path = _raylet_socket(ray.get_runtime_context().get_node_id()) if ray.is_initialized() else None
-    if not path:
-        return True
     try:
-        with closing(socket.socket(socket.AF_UNIX)) as client:
-            client.settimeout(_RAYLET_ANSWERS_WITHIN_S)
-            client.connect(path)
+        if client := connect_to_raylet():
+            client.close()
     except (ConnectionRefusedError, FileNotFoundError):  # nobody listens
         return False
     except OSError:  # it may be busy, with a full queue, or this process may have no descriptor left
         return True
     return True
+
+
+def connect_to_raylet() -> socket.socket | None:
+    """Return a connection to this node's raylet, which ends with the raylet; None if its address is not known.
+
+    The raylet logs a line for each connection that ends. Raises OSError if it does not answer within 5 seconds.
+    """
+    import ray
+
+    path = _raylet_socket(ray.get_runtime_context().get_node_id()) if ray.is_initialized() else None
+    if not path:
+        return None
+    client = socket.socket(socket.AF_UNIX)
+    try:
+        client.settimeout(_RAYLET_ANSWERS_WITHIN_S)
+        client.connect(path)
+    except OSError:
+        client.close()
+        raise
+    return client
 
 
 @cache
