@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import threading
 import time
@@ -296,9 +297,10 @@ class LossWatch:
                 raylet = None
                 if not raylet_answers():
                     _log.warning(
-                        "Ray's process on this machine, the raylet, has died, as if for lack of memory, and takes this "
-                        "command along; start Ray again with `ray start`, and run the command again, with --resume if "
-                        "a run had begun to train."
+                        "Ray's process on this machine, the raylet, has died, as if for lack of memory, and the run "
+                        "cannot go on: end this command (kill %s) if it does not end by itself, start Ray again with "
+                        "`ray start`, and run the command again, with --resume if a run had begun to train.",
+                        os.getpid(),
                     )
                     return
             if has_head and not self._started.is_set() and throttle.due("ask", ASK_HEAD_EVERY_S):
