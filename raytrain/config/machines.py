@@ -19,7 +19,7 @@ from raytrain.config.option_values import (
     option_field,
     section,
 )
-from raytrain.errors import UsageError, flag, format_count
+from raytrain.errors import UsageError, flag
 
 DeviceType = Literal["auto", "cpu", "cuda"]
 
@@ -136,15 +136,8 @@ class MachineOptions:
     def loads(self, num_workers: int) -> tuple[float, ...]:
         """Return the load of each of ``num_workers`` workers, relative to the others: by default, all have the same.
 
-        Raises UsageError if ``worker_load`` does not have one number for each.
-
         Example: ``TrainConfig(batch_size=8).loads(2) == (1.0, 1.0)``
         """
-        if self.worker_load is not None and len(self.worker_load) != num_workers:
-            raise UsageError(
-                f"--worker-load has {format_count(len(self.worker_load), 'number')} for "
-                f"{format_count(num_workers, 'worker')}; give one per worker."
-            )
         return self.worker_load or (1.0,) * num_workers
 
 
@@ -172,8 +165,6 @@ def check_machines(options: MachineOptions) -> None:
         raise UsageError(f"--worker-load is {options.worker_load}; at least one number must be above 0.")
     if options.worker_load is not None and not math.isfinite(sum(options.worker_load)):
         raise UsageError(f"--worker-load is {options.worker_load}, whose sum is infinite; give smaller numbers.")
-    if isinstance(workers, int):
-        options.loads(workers)  # raises UsageError
 
     if options.price:
         Prices.parse(options.price)

@@ -41,7 +41,7 @@ from raytrain.config.option_values import (
     read_values,
     section,
 )
-from raytrain.errors import UsageError, did_you_mean, flag
+from raytrain.errors import UsageError, did_you_mean, flag, format_count
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -220,7 +220,11 @@ class TrainConfig(
 
         Raises UsageError if ``--worker-load`` does not have one number for each worker.
         """
-        self.loads(num_workers)  # raises UsageError
+        if self.worker_load is not None and len(self.worker_load) != num_workers:
+            raise UsageError(
+                f"--worker-load has {format_count(len(self.worker_load), 'number')} for "
+                f"{format_count(num_workers, 'worker')}; give one per worker."
+            )
         # Keep the values that are given. If there is none, take the measured one, or the default of ResolvedConfig.
         scaled = vars(self.scaled_to(num_workers))
         secret = options_with(Mark.SECRET)  # these stay in the process that starts the run

@@ -298,10 +298,6 @@ def test_names_may_follow_an_option(line: str, names: tuple[str, ...]) -> None:
         ("train cifar10 --workers 0", "--workers is 0; it must be at least 1."),
         ("train cifar10 --worker-load 1 -1", "--worker-load is (1.0, -1.0); each number must be at least 0."),
         ("train cifar10 --worker-load 0 0", "--worker-load is (0.0, 0.0); at least one number must be above 0."),
-        (
-            "train cifar10 --data nowhere --workers 3 --worker-load 1 2",
-            "--worker-load has 2 numbers for 3 workers; give one per worker.",
-        ),
         ("train cifar10 --image-size 3x3", "--image-size is '3x3'; give a side, such as 224, height and width, or a"),
         ("trian cifar10", "There is no command 'trian' (did you mean train?)"),
         ("stop ../first --storage nowhere", "letters, digits"),
