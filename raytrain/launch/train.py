@@ -145,14 +145,14 @@ def _train_on_ray(config: TrainConfig, request: TrainRequest) -> TrainResult:
         # The images are listed: now wait for the imports and the cluster.
         STARTUP.info("importing Ray and torch …")
         cluster = join()
-        from raytrain.launch.ray.cluster_watch import LossWatch, wait_for_machines
+        from raytrain.launch.ray.cluster_watch import RayletWatch, wait_for_machines
         from raytrain.launch.ray.ray_launch import RayLaunch
 
         # From here on, Ctrl-C asks the run to stop.
         with prepared.signals as signals:
             STARTUP.info("starting the workers …")
             wait_for_machines(config, lambda: signals.stop_request is not None)
-            watch = LossWatch(is_own=cluster.own is not None)
+            watch = RayletWatch(is_own=cluster.own is not None)
             with closing(watch), RunSession(prepared, RayLaunch(prepared, cluster)) as session:
                 watch.note_started()
                 return session.watch()

@@ -1,4 +1,4 @@
-"""A line says that the head of the cluster does not answer, and one that it is back."""
+"""Lines say that the head of the cluster does not answer, that it is back, and that the raylet has died."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 import ray
 
 from raytrain.launch.ray import cluster_watch, head_queries
-from raytrain.launch.ray.cluster_watch import HeadWatch, LossWatch
+from raytrain.launch.ray.cluster_watch import HeadWatch, RayletWatch
 from raytrain.launch.ray.head_queries import raylet_answers
 from raytrain.monitor.events import Event
 from tests.helpers.waiting import wait_for
@@ -59,7 +59,7 @@ def test_a_start_that_waits_for_a_lost_head_and_a_raylet_that_dies_are_warned_of
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, raylet: socket.socket
 ) -> None:
     monkeypatch.setattr(cluster_watch, "head_answers", lambda timeout_s: False)
-    with closing(LossWatch(is_own=False)) as watch:
+    with closing(RayletWatch(is_own=False)) as watch:
         connection = raylet.accept()[0]
         wait_for(lambda: bool(caplog.messages), "no warning of the head")
         watch.note_started()
@@ -76,7 +76,7 @@ def test_a_raylet_that_ends_the_connection_alone_is_not_warned_of(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, raylet: socket.socket
 ) -> None:
     monkeypatch.setattr(cluster_watch, "head_answers", lambda timeout_s: True)
-    with closing(LossWatch(is_own=False)):
+    with closing(RayletWatch(is_own=False)):
         raylet.accept()[0].close()
         raylet.accept()[0].close()  # it is asked once whether it lives
     assert not caplog.messages

@@ -264,7 +264,7 @@ ASK_HEAD_EVERY_S = 5.0
 _LOOK_EVERY_S = 0.5
 
 
-class LossWatch:
+class RayletWatch:
     """Warns if this machine's raylet has died, or if the cluster's head does not answer while a run starts.
 
     Many calls of Ray end this process without a word if the raylet has died, and wait without one for a lost head. So
@@ -274,7 +274,7 @@ class LossWatch:
 
     def __init__(self, *, is_own: bool) -> None:
         self._started, self._closed = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True, name="loss-watch")
+        self._thread = threading.Thread(target=self._watch, daemon=True, name="raylet-watch")
         if is_own:
             self._closed.set()
         self._thread.start()
