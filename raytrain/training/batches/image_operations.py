@@ -178,6 +178,9 @@ def _numbers(kinds: npt.NDArray[np.integer], magnitudes: Floats, size: Size) -> 
     return numbers.astype(np.float32)[..., None, None, None]
 
 
+_WEIGHT_OF_NEIGHBOURHOOD = torch.tensor(13.0, dtype=torch.float32)  # a number would have the default type
+
+
 # The functions of the operations follow, all with the same arguments: images, uint8 (n, C, H, W), their numbers,
 # (6, n, 1, 1, 1), and the fill colour. They return float32 or uint8 (n, C, H, W), or change the images in place and
 # return them. They name each type, as a loop may set another default type. _part, _blend and _grey help them.
@@ -277,7 +280,7 @@ def _sharpness(images: Tensor, weights: Tensor, fill: Tensor) -> Tensor:
     # The inner pixels are a view of the result.
     result = images.float()
     inner = result[..., 1:-1, 1:-1]
-    inner.add_(sums.float().div_(13.0).round_().sub_(inner).mul_(weights[1]))
+    inner.add_(sums.div(_WEIGHT_OF_NEIGHBOURHOOD).round_().sub_(inner).mul_(weights[1]))
     return result.clamp_(0, 255)
 
 
@@ -296,10 +299,11 @@ def _solarize(images: Tensor, thresholds: Tensor, fill: Tensor) -> Tensor:
 
 def _auto_contrast(images: Tensor, numbers: Tensor, fill: Tensor) -> Tensor:
     """Stretch each channel so that its darkest pixel becomes 0 and its brightest 255, unless they are equal."""
-    darkest, brightest = images.amin((2, 3), keepdim=True), images.amax((2, 3), keepdim=True)  # (n, C, 1, 1) each
+    pixels = images.float()
+    darkest, brightest = pixels.amin((2, 3), keepdim=True), pixels.amax((2, 3), keepdim=True)  # (n, C, 1, 1) each
     is_flat = darkest == brightest
-    scale = (brightest - darkest).float().mul_(1 / 255).masked_fill_(is_flat, 1)
-    return images.float().sub_(darkest.masked_fill_(is_flat, 0)).div_(scale)
+    scale = (brightest - darkest).mul_(1 / 255).masked_fill_(is_flat, 1)
+    return pixels.sub_(darkest.masked_fill_(is_flat, 0)).div_(scale)
 
 
 def _equalize(images: Tensor, numbers: Tensor, fill: Tensor) -> Tensor:
