@@ -120,11 +120,11 @@ class ParseErrors:
         # A word that is no flag.
         if not word.startswith("-"):
             advice = f"`raytrain {self.argv[0]} --help` says what it takes, and a value with spaces needs quotes"
-            if switch := self._switch_with(word):
-                return f"{switch} takes no value such as {word}; write {switch} or {switch.replace('--', '--no-', 1)}."
             if "--data" in self.flags and os.path.isfile(os.path.join(word, CONFIG)):
                 storage, _, run = word.rstrip("/").rpartition("/")
                 advice = f"a run is given as {shlex.join(['--name', run, '--storage', storage or '.'])}"
+            elif switch := self._switch_with(word):
+                return f"{switch} takes no value such as {word}; write {switch} or {switch.replace('--', '--no-', 1)}."
             elif folder := _folder_of_several(self.argv, word):
                 option, path = folder
                 advice = f"{option} takes one folder, with all images below it, such as {option} {shlex.quote(path)}"
