@@ -1473,6 +1473,7 @@ SILENT: dict[str, Loop] = {
 
 # What is wrong with these shows after the first epoch.
 REPORTED_LATER = {
+    "four batches at once",
     "a comparison after a warm-up",
     "a number after a warm-up",
     "a decision of Python's",
