@@ -1009,6 +1009,10 @@ NOTES: dict[str, tuple[Loop, str]] = {
     "a decision on a number of item's": (by_steps(by_a_number_of_item, mlp), "if batch.samples.double().mean().item()"),
     "a decision on a difference of item's": (by_steps(by_a_difference_of_item, mlp), "mean().item() - 23) * 2 > 3"),
     "a sum by Python": (by_steps(lambda m, b: added(losses_of(m, b)), mlp), "a sum over images"),
+    "a sum of weighted losses": (
+        by_steps(lambda m, b: (losses_of(m, b) / (b.labels + 1)).sum(), mlp),
+        "a sum over images",
+    ),
     "a sum of rows' losses": (by_steps(lambda m, b: added(each_loss(m, b)), mlp), "a sum over images"),
     "a sum over images one by one": (by_steps(lambda m, b: added(each_by_itself(m, b)), mlp), "a sum over images"),
     "a backward for each image": (by_steps(backward_of_each, mlp), "a sum over images"),

@@ -241,7 +241,7 @@ class MarkRules:
         if marks >= {"sum", "selected"} and not is_of_images:  # such as the number of those that are selected
             marks.add("other mean")
         is_number = isinstance(divisor, Tensor) and divisor.ndim == 0 and divisor not in self._marks
-        is_by_images = bool(divisor == call.num_images) and (is_number or is_of_images)
+        is_by_images = (is_number or is_of_images) and bool(divisor == call.num_images)
         if is_by_images and not marks & {"sum", "selected"}:
             marks ^= {"share"}  # what is divided twice is no share any more
         if isinstance(divisor, Tensor) or is_of_images or "other mean" in marks:
